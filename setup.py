@@ -11,18 +11,18 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError
 
-ROWS = ["recinfer/quant/_half.h", "recinfer/quant/_bags.h", "recinfer/quant/_row.h"]
+HERE = Path(__file__).resolve().parent
 # Rounding must stay IEEE's, so no fused multiply-add that nobody asked for; the rest lets loops with rintf become vectors.
 FLAGS = ["-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 
 
-def extension(name: str, *headers: str) -> Extension:
-    """One source file; with Python's limited API, so that one build serves Python 3.11 and all later ones."""
-    folder, _, module = name.rpartition("/")
+def extension(source: Path) -> Extension:
+    """The module of one source file; with Python's limited API, so that one build serves Python 3.11 and all later ones."""
+    path = source.relative_to(HERE)
     return Extension(
-        f"recinfer.{folder.replace('/', '.')}.{module}",
-        [f"recinfer/{name}.c"],
-        depends=list(headers),
+        ".".join(path.with_suffix("").parts),
+        [str(path)],
+        depends=[str(header.relative_to(HERE)) for header in sorted(HERE.glob("recinfer/**/*.h"))],
         py_limited_api=True,
         extra_compile_args=FLAGS,
     )
@@ -80,23 +80,13 @@ def index_page(readme: str, repository: str | None) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, readme)
 
 
-HERE = Path(__file__).resolve().parent
 URLS = tomllib.loads((HERE / "pyproject.toml").read_text())["project"].get("urls", {})
 
 setup(
     long_description=index_page((HERE / "README.md").read_text(), URLS.get("Repository")),
     long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildExt},
-    ext_modules=[
-        extension("archive/_mapped"),
-        extension("optim/_adagrad"),
-        extension("quant/_rows", *ROWS),
-        extension("quant/_tables", *ROWS),
-        extension("serving/shards/_ranks", *ROWS, "recinfer/serving/wire/_reader.h"),
-        extension("serving/wire/_wire", "recinfer/serving/wire/_reader.h"),
-        extension("vocabulary/_index"),
-        extension("vocabulary/_strings"),
-    ],
+    ext_modules=[extension(source) for source in sorted(HERE.glob("recinfer/**/*.c"))],
     # One wheel for Python 3.11 and later: what Py_LIMITED_API says in the sources.
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -94,14 +94,21 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+class Serving(NamedTuple):
+    """A server that runs."""
+
+    port: int
+    pid: int
+
+
 @contextmanager
-def serving(*arguments: object) -> Iterator[int]:
-    """``recinfer serve`` with some arguments; its port."""
+def serving(*arguments: object) -> Iterator[Serving]:
+    """``recinfer serve`` with some arguments."""
     port = free_port()
     command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield port
+        yield Serving(port, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
@@ -246,13 +253,15 @@ def main() -> None:
             (folder / file).write_text(json.dumps(document))
             return folder / file
 
-        first = stack.enter_context(serving(archive, "--ranks", "0"))
-        second = stack.enter_context(serving(archive, "--ranks", "1"))
-        both = stack.enter_context(serving(archive, "--ranks", "0,1"))
+        first = stack.enter_context(serving(archive, "--ranks", "0")).port
+        second = stack.enter_context(serving(archive, "--ranks", "1")).port
+        both = stack.enter_context(serving(archive, "--ranks", "0,1")).port
         ports = {
-            "single": stack.enter_context(serving(archive)),
-            "two shards": stack.enter_context(serving(archive, "--shards", shards("two.json", {0: first, 1: second}))),
-            "one shard": stack.enter_context(serving(archive, "--shards", shards("one.json", {0: both, 1: both}))),
+            "single": stack.enter_context(serving(archive)).port,
+            "two shards": stack.enter_context(
+                serving(archive, "--shards", shards("two.json", {0: first, 1: second}))
+            ).port,
+            "one shard": stack.enter_context(serving(archive, "--shards", shards("one.json", {0: both, 1: both}))).port,
         }
         echoes = [stack.enter_context(process(serve_bare, ()))[0] for _ in range(2)]
         bare = {

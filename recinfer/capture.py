@@ -922,6 +922,8 @@ class _Reader:
         return lambda tensors: rebuilt({key: build(tensors) for key, build in builds.items()})
 
     def _tensor(self, value: Tensor, path: str, name: str, part: Part) -> Builder:
+        if value.is_complex():
+            raise CaptureError(f"{path} has complex numbers; give torch.view_as_real of them")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise CaptureError(f"the example batch has NaN or infinity in {path}; give a batch of real numbers")
         index = len(self.found)
@@ -1087,6 +1089,8 @@ def _sample(batches: Sequence[Sequence[_Example]]) -> None:
         if len(set(sizes)) == 1 and 0 not in example.free:
             _check_fixed(example, sizes[0], first)
         example.batched = 0 in example.free and all(len(t) == size for t, size in zip(given, sizes))
+        if 0 in example.free and not example.batched:
+            _check_rows(example.path, given, batches)
         example.sample = (example.tensor.index_select(0, picked) if example.batched else example.tensor).clone()
 
 
@@ -1165,13 +1169,35 @@ def _check_fixed(example: _Example, samples: int, batch: Sequence[_Example]) -> 
     if rows == 1:
         return
     reason = f"{rows // samples} for each of {samples} samples" if rows % samples == 0 else ""
-    for other in batch:
-        if other.part == "values" and len(other.tensor) == rows:
-            reason = f"as many as {other.path} has values"
+    todo = ""
+    for path, count in _numbers_of_values(batch).items():
+        if count == rows:
+            reason, todo = f"as many as {path} has values", f", or {_AS_JAGGED.format(path)}"
     if reason:
         raise CaptureError(
-            f"{example.path} has {rows} rows, {reason}, or always {rows}: one batch size cannot tell; {_TWO_BATCHES}"
+            f"{example.path} has {rows} rows, {reason}, or always {rows}: one batch size cannot tell; {_TWO_BATCHES}{todo}"
         )
+
+
+_AS_JAGGED = "give a number for each value as a JaggedTensor, or as the weights of {}"
+
+
+def _check_rows(title: str, tensors: Sequence[Tensor], batches: Sequence[Sequence[_Example]]) -> None:
+    """Refuse a tensor with a row for each value of a jagged input: requests bring such rows with lengths."""
+    counts = [_numbers_of_values(batch) for batch in batches]
+    for path in counts[0]:
+        if all(len(tensor) == of[path] for tensor, of in zip(tensors, counts)):
+            raise CaptureError(f"{title} has as many rows as {path} has values; {_AS_JAGGED.format(path)}")
+
+
+def _numbers_of_values(batch: Sequence[_Example]) -> dict[str, int]:
+    """Path of each jagged input, and of each KeyedJaggedTensor -> its number of values."""
+    numbers: dict[str, int] = {}
+    for example in batch:
+        if example.part == "values":
+            for path in dict.fromkeys((example.path, example.path.rpartition("[")[0] or example.path)):
+                numbers[path] = numbers.get(path, 0) + len(example.tensor)
+    return numbers
 
 
 def _free_axes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -1185,6 +1211,12 @@ def _free_axes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ..
 
 
 # ------------------------------------------------------------------------------------------------- the trace
+
+
+def _values_of_weights(examples: Sequence[_Example]) -> dict[int, int]:
+    """Index of the weights of each jagged input -> that of its values, which are as many."""
+    values = {example.path: index for index, example in enumerate(examples) if example.part == "values"}
+    return {index: values[e.path] for index, e in enumerate(examples) if e.part == "weights"}
 
 
 class _Whole(nn.Module):
@@ -1202,7 +1234,8 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
-        self._counts, self._alike = dict(counts), dict(alike)
+        self._counts = dict(counts)
+        self._alike = {**_values_of_weights(examples), **alike}
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 
@@ -1242,8 +1275,11 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
-        outputs[name or "output"] = value
-        return {"output": name or "output"}
+        name = name or "output"
+        if value.is_complex():
+            raise CaptureError(f"forward returns complex numbers as {name!r}; return torch.view_as_real of them")
+        outputs[name] = value
+        return {"output": name}
     if "KeyedTensor" in kinds:
         value = value.to_dict()
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -1255,8 +1291,9 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         items = [_structure(v, f"{name or 'output'}_{i}", outputs) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
+    kind = "KeyedJaggedTensor" if "KeyedJaggedTensor" in kinds else type(value).__name__
     raise CaptureError(
-        f"forward returns a {type(value).__name__}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
+        f"forward returns a {kind}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
         f"KeyedTensor of them"
     )
 
@@ -1292,14 +1329,19 @@ def trace(
                 return captured
             alike |= found
         except _CountNeeded as error:
-            # A view of several values as one row needs the same number of values in each sample.
+            # A view of several values as one row needs the same number of values in each sample, and a tensor beside the ids of
+            # several features as many values as each of them.
+            given = [reader.found for reader, _ in read]
             for index in error.indices:
-                count = 0 if index in counts else _count_of_each([reader.found for reader, _ in read], index)
+                count = 0 if index in counts else _count_of_each(given, index)
                 if count:
                     counts[index] = count
                     break
             else:
-                raise CaptureError(str(error)) from error
+                same = {} if alike else _of_same_lengths(given, error.indices)
+                if not same:
+                    raise CaptureError(str(error)) from error
+                alike |= same
 
 
 def _by_lengths_of_others(
@@ -1311,7 +1353,9 @@ def _by_lengths_of_others(
     """
     nodes = input_nodes(captured.program)
     read = _needed_by_outputs(captured.program)
-    sizes = [str(node.meta["val"].shape[:1]) for node in nodes]
+    sizes = [
+        "" if slot.part == "weights" else str(node.meta["val"].shape[:1]) for node, slot in zip(nodes, captured.slots)
+    ]
     by_path = {(slot.path, slot.part): index for index, slot in enumerate(captured.slots)}
     cutting = [index for index, slot in enumerate(captured.slots) if slot.part == "lengths" and nodes[index] in read]
     found = {}
@@ -1324,6 +1368,19 @@ def _by_lengths_of_others(
         for other in cutting:
             if all(torch.equal(batch[own].tensor, batch[other].tensor) for batch in batches):
                 found[index] = by_path[captured.slots[other].path, "values"]
+                break
+    return found
+
+
+def _of_same_lengths(batches: Sequence[Sequence[_Example]], indices: Sequence[int]) -> dict[int, int]:
+    """Index of values, among ``indices``, that have the lengths of earlier values in every batch -> the index of these."""
+    lengths = [{e.path: e.tensor for e in batch if e.part == "lengths"} for batch in batches]
+    found: dict[int, int] = {}
+    for place, index in enumerate(indices):
+        for other in indices[:place]:
+            paths = batches[0][index].path, batches[0][other].path
+            if other not in found and all(torch.equal(*(of[path] for path in paths)) for of in lengths):
+                found[index] = other
                 break
     return found
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["replace_text", "stand_still", "until"]
+__all__ = ["replace_bytes", "replace_text", "stand_still", "until"]
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 200.0) -> None:
     """Wait for ``condition``."""
     end = time.monotonic() + seconds
     while not condition():
@@ -22,8 +22,13 @@ def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Give the file at ``path`` a new text in one step: a program that reads it meanwhile sees the old or the new text, no part."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """:func:`replace_text` for bytes."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
+    new.write_bytes(data)
     new.replace(path)
 
 

@@ -7,8 +7,8 @@ killed.
 The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in their own network and process namespaces with
 loopback only, because Ray listens on every interface. A client calls through gRPC's own name resolution, round robin
 and retry, and checks every answer against the version that it names. Servers, actors and Serve's controller are killed, a
-node with all it runs, a version is rolled out, back, and a broken one refused, servers are added and removed by hand
-and by load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits
+node with all it runs, the model configuration chooses another version, the one before, and one that is broken, servers are
+added and removed by hand and by load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits
 with 1 when an answer failed or was wrong, or something was left behind.
 """
 
@@ -146,10 +146,18 @@ class Trial:
         for error in found["errors"]:
             print(f"    {error[:300]}", flush=True)
 
+    def choose(self, versions: str, served: str) -> None:
+        """Write the file that rankers follow: ``versions``, each of one digit, and the one that requests go to."""
+        made = self.store / "models.new"
+        made.write_text(f'[models.{NAME}]\nversions = {list(versions)}\nweights = {{"{served}" = 1}}\n')
+        made.rename(self.store / "models.toml")
+
     def deploy(self, *more: object) -> None:
         """Deploy version 1 with the command."""
         start = time.monotonic()
-        found = said(recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *more))
+        self.choose("1", "1")
+        archive, config = self.store / NAME / "1", self.store / "models.toml"
+        found = said(recinfer("deploy", archive, "--ray", HEAD, "--model-config", config, *more))
         print(f"deployed in {time.monotonic() - start:.1f} s: {len(found['servers'])} servers on {NODES} nodes")
         for server in found["servers"]:
             print(f"    {server['name']:10s} {server['address']}")
@@ -199,28 +207,39 @@ class Trial:
         return f"ready again after {spent:.1f} s, no server touched"
 
     def roll(self, version: str) -> str:
-        """Roll out a version by the command."""
-        done = said(recinfer("deploy", self.store / "trial" / version, "--ray", HEAD, "--roll"))
-        assert done["version"] == version
-        return ""
+        """Have rankers load versions 1 and 2, and send requests to one of them."""
+        self.choose("12", version)
+        wait(lambda: {ranker["version"] for ranker in self.servers("ranker")} == {version}, 300, f"version {version}")
+        return f"serves {self.ray.status(NAME)['version']}"
 
-    def roll_back(self) -> str:
-        """Go back to the previous version by the command."""
-        return f"serves {said(recinfer('deploy', '--ray', HEAD, '--rollback'))['version']}"
+    def kill_server_of_2(self) -> str:
+        """Kill a shard server where the store has version 2 alone, which the deployment did not begin with."""
+        gone, hidden = self.store / NAME / "1", self.store / NAME / ".1"
+        self.choose("2", "2")
+        time.sleep(5.0)  # rankers notice
+        gone.rename(hidden)
+        did = self.kill_server()
+        hidden.rename(gone)
+        return did
 
-    def roll_broken(self) -> str:
-        """Roll out a version whose rows differ from its manifest, which must fail."""
+    def choose_broken(self) -> str:
+        """Have rankers load a version whose rows differ from its manifest too; a ranker starts meanwhile."""
         from netns_trial import build
 
         build(self.folder, self.store / NAME / "3", "3")
-        broken = next((self.store / "trial" / "3" / "shards").iterdir())
+        broken = next((self.store / NAME / "3" / "shards").iterdir())
         data = bytearray(broken.read_bytes())
         data[-100] ^= 1
         broken.write_bytes(data)
-        done = recinfer("deploy", self.store / "trial" / "3", "--ray", HEAD, "--roll")
+        self.choose("123", "1")
+        did = self.kill_actor(f"{NAME}#ranker")
+        assert {ranker["version"] for ranker in self.servers("ranker")} == {"1"}
+        target = self.ray.rankers(NAME)[0]
+        done = recinfer("admin", "load", "--target", target, "--model", NAME, "--version", "3")
         assert done.returncode == 2, done
-        shutil.rmtree(self.store / "trial" / "3")
-        return json.loads(done.stdout.splitlines()[-1])["error"]["message"][:110]
+        self.choose("12", "1")
+        shutil.rmtree(self.store / NAME / "3")
+        return f"{did}; {json.loads(done.stdout.splitlines()[-1])['error']['message'][:110]}"
 
     def scale(self, shards: int, rankers: int) -> str:
         """Set the numbers of servers by the command."""
@@ -268,7 +287,7 @@ class Trial:
         done = recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *files)
         message = json.loads(done.stdout.splitlines()[-1])["error"]["message"]
         assert done.returncode == 2 and "gone.pem" in message and " on 127.0.0." in message, message
-        assert self.ray.deployments() == [], "nothing is left"
+        assert self.records.names() == [], "nothing is left"
         print(f"refused: {message[:200]}", flush=True)
 
     def down(self) -> list[str]:
@@ -344,8 +363,9 @@ def changes(run: Trial) -> None:
     """The parts with changes by hand."""
     run.part("version 2 rolled out", lambda: run.roll("2"))
     run.part("a ranker's actor killed: starts with 2", lambda: run.kill_actor(f"{NAME}#ranker"))
-    run.part("rolled back", run.roll_back)
-    run.part("a broken version refused", run.roll_broken)
+    run.part("a shard server killed: version 1 is gone", run.kill_server_of_2)
+    run.part("rolled back", lambda: run.roll("1"))
+    run.part("a broken version chosen, a ranker killed", run.choose_broken)
     # More than nodes: Serve replaces the servers of a kind for which each node then has to take two.
     run.part("scaled up by hand", lambda: run.scale(4, 3))
     run.part("scaled down by hand", lambda: run.scale(1, 1))

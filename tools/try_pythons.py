@@ -28,11 +28,11 @@ import importlib.machinery, importlib.util, sys, sysconfig
 from pathlib import Path
 import numpy as np
 import recinfer
-from recinfer.compiled import COMPILED
 
-for name in COMPILED:
-    path = Path(recinfer.__file__).parent / f"{name}.abi3.so"
-    module = name.rpartition("/")[2]
+paths = sorted(Path(recinfer.__file__).parent.rglob("_*.abi3.so"))
+assert paths
+for path in paths:
+    module = path.name.partition(".")[0]
     loader = importlib.machinery.ExtensionFileLoader(module, str(path))
     found = importlib.util.module_from_spec(importlib.util.spec_from_file_location(module, path, loader=loader))
     loader.exec_module(found)
@@ -43,7 +43,7 @@ for name in COMPILED:
         assert rows[:, 4:].tolist() == [[0, 255], [0, 255]], rows
     if module == "_wire":
         assert found.read_request(b"not a request") is None
-print(f"Python {sys.version.split()[0]}: {', '.join(COMPILED)} load; rows are packed as they should be")
+print(f"Python {sys.version.split()[0]}: {', '.join(path.name for path in paths)} load; rows are packed as they should be")
 """
 
 

@@ -16,7 +16,7 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recinfer.modules.mc_settings import managed_collision_collection
+from recinfer.modules.remapping import add_remapping
 
 __all__ = ["add_at", "collections_of", "load_weights", "read_program"]
 
@@ -49,9 +49,7 @@ def collections_of(captured: Captured) -> nn.Module:
         if not about.path:
             return made
         parent = add_at(root, about.path, made)
-        if about.collisions:
-            made = managed_collision_collection(about.collisions, _configs(made), _META)
-            parent.add_module("_managed_collision_collection", made)
+        add_remapping(parent, about.collisions, _configs(made))
     return root
 
 

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import ANSWERS
+from recinfer.archive.id_parts import DeltaParts
 from recinfer.archive.manifest import CheckInfo, DenseInfo, FileInfo, Manifest, QuantizationInfo, required_files
 from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.part import DeltaPart, Tensors, parts_of, without_absent
 from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
-from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
-from recinfer.vocabulary.info import DeltaVocabulary
+from recinfer.strict_json import MAX_JSON_BYTES, build, loads
 
 __all__ = ["Delta", "DeltaInfo", "DeltaTable", "DeltaWriter", "delta_file", "patch_rows", "read_delta", "with_delta"]
 
@@ -54,7 +54,7 @@ class DeltaTable:
 
 
 @dataclass(frozen=True)
-class DeltaInfo:
+class DeltaInfo(DeltaParts):
     """The content of ``delta.json``. ``quantization`` covers all tables of the archive, in its order, after the
     delta. A part of an id step (:class:`recinfer.archive.part.DeltaPart`) is absent where it has no entry."""
 
@@ -71,7 +71,6 @@ class DeltaInfo:
     dense: DenseInfo | None
     check: CheckInfo
     files: tuple[FileInfo, ...]
-    vocabularies: tuple[DeltaVocabulary, ...] = ()
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""

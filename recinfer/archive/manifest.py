@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from recinfer.archive.id_parts import ManifestParts
 from recinfer.archive.part import Part, by_key, parts_of, without_absent
 from recinfer.archive.paths import FORMAT, FileInfo, shard_path
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
-from recinfer.vocabulary.info import StringInfo, VocabularyInfo
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -318,7 +318,7 @@ class CheckInfo:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(ManifestParts):
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
@@ -345,8 +345,6 @@ class Manifest:
     bytes_total: int
     missing_shards: MissingShards = "reject"
     signature: Signature | None = None
-    vocabularies: tuple[VocabularyInfo, ...] = ()
-    string_vocabularies: tuple[StringInfo, ...] = ()
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""

@@ -24,10 +24,10 @@ from recinfer.archive.manifest import (
     required_files,
 )
 from recinfer.archive.paths import check_path
-from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 from recinfer.excerpts import excerpt
+from recinfer.strict_json import build, loads
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 

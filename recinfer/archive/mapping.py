@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.archive._mapped import add, drop, install
 from recinfer.archive.paths import open_inside
 from recinfer.archive.rank_files import RankFile, StoredRect
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import SLACK_BYTES, Placed
 
-__all__ = ["MappedShards", "map_shards", "name_files_at_sigbus"]
+__all__ = ["MappedShards", "map_shards"]
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
@@ -104,11 +102,6 @@ def map_shards(
     if lock:
         _lock(buffer)
     return result
-
-
-def name_files_at_sigbus() -> None:
-    """Have SIGBUS print the unreadable file and the reason on stderr before the process ends."""
-    install()
 
 
 def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
@@ -230,7 +223,6 @@ def _map(
     page = mmap.PAGESIZE
     shared: dict[int, list[_InFile]] = {}  # pages with bytes of several shards, which cannot be a page of one file
     libc = _libc()
-    runs_of: dict[str, list[tuple[int, int, int]]] = {}
     if private:  # without a reservation of swap: few pages will be written
         flags, prot = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     else:
@@ -246,10 +238,6 @@ def _map(
                 if got == _MAP_FAILED:
                     _assert_mapping_unsupported(ctypes.get_errno())
                     return None
-                runs_of.setdefault(path, []).append((base + offset, count, file_offset))
-    for path, runs in runs_of.items():
-        noted = add(os.fsencode(os.path.abspath(root / path)), np.array(runs, np.int64).tobytes())
-        weakref.finalize(reservation, drop, noted).atexit = False
     copied = 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for offset, owners in shared.items():

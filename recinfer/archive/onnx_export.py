@@ -1,12 +1,13 @@
 """Converts a program to ONNX by torch's exporter, without the work that the exporter would repeat in each export.
 
-Only this file uses private names of the exporter; ``tests/archive/test_onnx_export.py`` lists them.
+Only this file uses private names of the exporter and of onnxscript; ``tests/archive/test_onnx_export.py`` lists them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,15 +47,33 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         return program
 
     program.run_decompositions = decomposed  # type: ignore[method-assign,assignment]
-    exported = _core.export(
-        program,
-        registry=registry,
-        input_names=list(inputs),
-        output_names=list(outputs),
-        opset_version=OPSET,
-        verbose=False,
-    )
+    with _exact_rules():
+        exported = _core.export(
+            program,
+            registry=registry,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            opset_version=OPSET,
+            verbose=False,
+        )
     return exported.model_proto
+
+
+@contextmanager
+def _exact_rules() -> Iterator[None]:
+    """Without onnxscript's rules for ``x + 0`` and ``x * 1``, which take 1e-8 for 0 and 1.00001 for 1.
+
+    ``clicks / (views + 1e-8)`` would be NaN without views. onnxruntime leaves out what adds exactly 0.
+    """
+    from onnxscript import rewriter
+    from onnxscript.rewriter.rules.common import _no_op
+
+    before, inexact = rewriter._DEFAULT_REWRITE_RULES, {id(rule) for rule in _no_op.rules}
+    rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in before if id(rule) not in inexact)
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = before
 
 
 @functools.cache

@@ -50,8 +50,8 @@ class Model(Protocol):
 class Part:
     """Base of an entry of ``manifest.json`` that belongs to an id step: a frozen dataclass, whose file the archive has.
 
-    A class of it is the type of one optional field of :class:`recinfer.archive.manifest.Manifest`, which is absent in JSON
-    where the archive has no entry. ``key``: the field's name.
+    A class of it is the type of one field of :class:`recinfer.archive.id_parts.ManifestParts`, which is absent in JSON where the
+    archive has no entry. ``key``: the field's name.
     """
 
     key: ClassVar[str]
@@ -97,8 +97,8 @@ class ShownPart:
 class DeltaPart:
     """Base of an entry of ``delta.json`` that belongs to an id step: a frozen dataclass, whose tensors the delta has.
 
-    A class of it is the type of one optional field of :class:`recinfer.archive.delta.DeltaInfo`, which is absent in JSON where
-    the delta has no entry. ``key``: the field's name.
+    A class of it is the type of one field of :class:`recinfer.archive.id_parts.DeltaParts`, which is absent in JSON where the
+    delta has no entry. ``key``: the field's name.
     """
 
     key: ClassVar[str]
@@ -148,9 +148,10 @@ def parts_of(holder: Any, kind: type[P]) -> list[tuple[P, ...]]:
 
 
 def without_absent(holder: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """``values``, the fields of a dataclass by name, without the parts that have no entry: older readers reject unknown keys."""
-    absent = {field.name for field in fields(holder) if field.default == () == values[field.name]}
-    return {name: value for name, value in values.items() if name not in absent}
+    """``values``, the fields of a dataclass by name, the parts last, and none without entry: older readers reject unknown keys."""
+    parts = [field.name for field in fields(holder) if field.default == ()]
+    others = {name: value for name, value in values.items() if name not in parts}
+    return others | {name: values[name] for name in parts if values[name] != ()}
 
 
 def by_key(entries: Iterable[Part | DeltaPart]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from recinfer.archive.strict_json import MAX_JSON_BYTES
 from recinfer.errors import ArchiveError
+from recinfer.strict_json import MAX_JSON_BYTES
 
 __all__ = [
     "FORMAT",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from recinfer.archive.strict_json import loads
 from recinfer.capture import saved
 from recinfer.errors import ArchiveError
+from recinfer.strict_json import loads
 
 __all__ = ["check_program", "load_program", "program_bytes"]
 

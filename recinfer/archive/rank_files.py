@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from recinfer.archive.manifest import shard_path
-from recinfer.archive.strict_json import loads
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.errors import ArchiveError
 from recinfer.quant.rows import row_bytes
+from recinfer.strict_json import loads
 
 __all__ = [
     "PHASE",

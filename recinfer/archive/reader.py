@@ -13,10 +13,10 @@ from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
 from recinfer.archive.paths import file_sha256, open_inside, read_inside, read_manifest_text
 from recinfer.archive.rank_files import RankFile, read_rank_file, rects_by_rank
-from recinfer.archive.strict_json import loads
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, InputError
 from recinfer.layout.rect import TilingError
+from recinfer.strict_json import loads
 
 __all__ = ["Archive", "open_archive"]
 

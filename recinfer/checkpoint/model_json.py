@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recinfer.capture import CaptureError, collision_settings
+from recinfer.capture import CaptureError
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from recinfer.modules.remapping import SETTINGS, remapped, remapping_settings, without_remapping
 
 __all__ = [
     "MODEL_FORMAT",
@@ -30,7 +31,6 @@ __all__ = [
     "describe_model",
     "read_model_json",
     "register",
-    "untrainable_tables",
 ]
 
 MODEL_JSON = "model.json"
@@ -95,12 +95,6 @@ def build_model(description: Mapping[str, Any], device: str | torch.device, *, w
         raise CheckpointError(f"{where}: {MODEL_JSON} does not build a {kind.name}: {error!r}") from error
 
 
-def untrainable_tables(description: Mapping[str, Any]) -> list[str]:
-    """The tables of raw ids of a whole model.json that lacks a setting of their training, such as the arguments of a policy."""
-    settings = (description["model"] or {}).get("managed_collisions", {})
-    return [table for table, each in settings.items() if "eviction_interval" not in each]
-
-
 def read_model_json(folder: Path) -> dict[str, Any] | None:
     """The content of ``folder/model.json``, checked; None without the file.
 
@@ -138,26 +132,20 @@ def _linear_sizes(module: nn.Module) -> list[int]:
 
 def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
     from recinfer.models.dlrm import DLRM
-    from recinfer.modules.mc_settings import training_settings
 
     if type(model) is not DLRM:
         return None
     outer: Any = model.sparse_arch.embedding_bag_collection
-    collisions = getattr(outer, "_managed_collision_collection", None)
-    collection = outer if collisions is None else outer._embedding_module
+    collection: Any = without_remapping(outer)
     if not hasattr(collection, "is_weighted"):
         return None
-    rows = {table.name: table.num_embeddings for table in collection.embedding_bag_configs()}
-    try:  # a module of one rank has other rows than its table
-        managed = {
-            table: {**collision_settings(module), **training_settings(module), "zch_size": rows[table]}
-            for table, module in (collisions._managed_collision_modules.items() if collisions is not None else ())
-        }
+    try:
+        settings = remapping_settings(outer)
     except CaptureError:
         return None  # a function hashes the ids
     first = next(m for m in model.dense_arch.modules() if isinstance(m, nn.Linear))
     return {
-        **({"managed_collisions": managed} if managed else {}),
+        **({SETTINGS: settings} if settings else {}),
         "dense_in_features": first.in_features,
         "dense_arch_layer_sizes": _linear_sizes(model.dense_arch),
         "over_arch_layer_sizes": _linear_sizes(model.over_arch),
@@ -179,19 +167,15 @@ def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
 def _build_dlrm(config: Mapping[str, Any], device: torch.device) -> nn.Module:
     from recinfer.models.dlrm import DLRM
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
-    from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from recinfer.modules.mc_settings import managed_collision_collection
 
     tables = [
         EmbeddingBagConfig(**{**t, "pooling": PoolingType(t["pooling"]), "data_type": DataType.parse(t["data_type"])})
         for t in config["tables"]
     ]
-    rest = {k: v for k, v in config.items() if k not in ("tables", "is_weighted", "managed_collisions")}
-    collection: Any = EmbeddingBagCollection(tables=tables, is_weighted=config["is_weighted"], device=device)
-    if managed := config.get("managed_collisions"):
-        collisions = managed_collision_collection(managed, tables, device)
-        collection = ManagedCollisionEmbeddingBagCollection(collection, collisions)
-    return DLRM(embedding_bag_collection=collection, dense_device=device, **rest)
+    rest = {k: v for k, v in config.items() if k not in ("tables", "is_weighted", SETTINGS)}
+    collection = EmbeddingBagCollection(tables=tables, is_weighted=config["is_weighted"], device=device)
+    bags: Any = remapped(collection, config.get(SETTINGS, {}), tables, device)
+    return DLRM(embedding_bag_collection=bags, dense_device=device, **rest)
 
 
 register(ModelKind("dlrm", _describe_dlrm, _build_dlrm))

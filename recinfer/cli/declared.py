@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-__all__ = ["settings", "takes"]
+__all__ = ["settings", "takes", "takes_groups"]
 
 C = TypeVar("C")  # the class of a configuration
 O = TypeVar("O")  # noqa: E741 - the class of options
@@ -34,6 +34,25 @@ def takes(options: type[O]) -> Callable[[Callable[[O], None]], Callable[..., Non
         return run
 
     return decorate
+
+
+def takes_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn each parameter of a command whose type is a dataclass into the options of its fields, declared as for :func:`takes`."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        one = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+        parameters += _parameters(groups[name]) if name in groups else [one]
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        built = {name: _build(group, given) for name, group in groups.items()}
+        function(**{name: built[name] if name in built else given[name] for name in hints if name != "return"})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def _parameters(options: Any) -> Iterator[inspect.Parameter]:

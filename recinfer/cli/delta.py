@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
+from recinfer.cli.declared import takes_groups
+from recinfer.cli.id_options import DeltaIds
 from recinfer.cli.models import InputsOption, ModelOption, open_checkpoint
-from recinfer.cli.vocabularies import NewIdsOption, read_vocabularies
 from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -20,6 +21,7 @@ NAME = "delta"
 EXAMPLE = "Example: recinfer delta movielens.rqa newer.ckpt --out monday.rqd"
 
 
+@takes_groups
 def run(
     archive: Annotated[Path, typer.Argument(help="Archive folder that the delta applies to.", show_default=False)],
     checkpoint: Annotated[
@@ -33,7 +35,8 @@ def run(
     ] = None,
     model: ModelOption = None,
     inputs: InputsOption = None,
-    vocabulary: NewIdsOption = None,
+    *,
+    ids: DeltaIds,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,8 +60,8 @@ def run(
         out,
         after=after or [],
         inputs=batches,
-        vocabularies=read_vocabularies(vocabulary),
         overwrite=overwrite,
+        **ids.arguments,
     )
     seconds = time.perf_counter() - started
     changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"

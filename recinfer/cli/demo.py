@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
+from recinfer.cli.declared import takes_groups
+from recinfer.cli.id_options import DemoIds, ExportIds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
 from recinfer.errors import ArchiveError
@@ -32,20 +33,13 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "demo"
 EXAMPLE = "Example: recinfer demo --data ratings.inter --format movielens"
 
-
-class VocabularyKind(StrEnum):
-    """Values of ``--vocabulary``."""
-
-    full = "full"
-    managed = "managed"
-
-
 _REQUESTS = 300  # requests of each kind and batch size, for the latencies
 _BATCHES = (1, 32)
 _EPOCHS = {DataFormat.synthetic: 1, DataFormat.criteo: 4, DataFormat.movielens: 2}
 _LIMITS = {DataFormat.synthetic: 100_000}
 
 
+@takes_groups
 def run(
     data: Annotated[
         Path | None, typer.Option("--data", help="File with the rows to train on. Default: synthetic rows.")
@@ -65,13 +59,8 @@ def run(
     limit: Annotated[
         int | None, typer.Option(min=20, help="Use only the first N rows.", show_default="by format")
     ] = None,
-    vocabulary: Annotated[
-        VocabularyKind,
-        typer.Option(
-            help="managed: train with a row for each id, then with a tenth of the rows, with hashed ids and with managed "
-            "collisions, compare the three, and export and serve the last, which takes raw 64-bit ids."
-        ),
-    ] = VocabularyKind.full,
+    *,
+    ids: DemoIds,
     seed: Annotated[int, typer.Option(help="Random seed of the rows, the split and the initial weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,13 +78,15 @@ def run(
     epochs = epochs or _EPOCHS[format]
     with _folder(out) as folder:
         checkpoint = folder / "model.ckpt"
-        compared: dict[str, Any] = {}
         output.note(f"train: {len(dataset.train):,} rows, {len(dataset.test):,} held out, {epochs} epochs")
-        if vocabulary is VocabularyKind.managed:
-            compared["vocabularies"] = _vocabularies(output, dataset, checkpoint, epochs, embedding_dim, seed)
-        else:
+        compared = ids.train(
+            dataset, checkpoint, epochs=epochs, embedding_dim=embedding_dim, seed=seed, note=output.note
+        )
+        if compared is None:
             train(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=checkpoint)
-        report = _pipeline(output, folder, dataset, checkpoint, world_size) | compared
+        else:
+            output.show(compared[0])
+        report = _pipeline(output, folder, dataset, checkpoint, world_size) | (compared[1] if compared else {})
     report["seconds"] = time.perf_counter() - started
     kept = f"checkpoint, plan and archive are in {out}" if out else "--out DIR keeps checkpoint, plan and archive"
     output.show(styled("green", "done", f" in {report['seconds']:.1f} s; the server has stopped; {kept}"))
@@ -121,7 +112,7 @@ def _pipeline(output: Output, folder: Path, dataset: Dataset, checkpoint: Path, 
 
     output.note(f"plan: {world_size} ranks on CPU, INT8")
     module = reader.build_model(device="meta")
-    plan = plan_inference(module, world_size=world_size, indexed=reader.contract.vocabulary_sizes)
+    plan = plan_inference(module, world_size=world_size, indexed=ExportIds().indexed(reader.contract))
     plan.save(folder / "plan.json")
 
     output.note("quantize, shard, archive: checked against the float model as it is written, then verified")
@@ -164,27 +155,6 @@ def _pipeline(output: Output, folder: Path, dataset: Dataset, checkpoint: Path, 
         "bytes": sizes,
         "latency_seconds": [asdict(latency) for latency in latencies],
     }
-
-
-def _vocabularies(
-    output: Output, dataset: Dataset, checkpoint: Path, epochs: int, embedding_dim: int, seed: int
-) -> list[dict[str, Any]]:
-    """Train with three vocabularies, show their quality side by side and return it as plain data; the last one's checkpoint is
-    written."""
-    from recinfer.training.vocabularies import compare_vocabularies
-
-    output.note(
-        "vocabularies: a row for each id, then a tenth of the rows: hashed ids, raw ids with managed collisions"
-    )
-    shown = Table("vocabulary", "rows", "AUC", "log-loss", "ids admitted", "evicted", title="held-out rows")
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    results = list(compare_vocabularies(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=checkpoint))
-    for result in results:
-        moved = (f"{n:,}" if result.ids_admitted else "" for n in (result.ids_admitted, result.ids_evicted))
-        shown.add_row(result.name, f"{result.rows:,}", f"{result.auc:.5f}", f"{result.log_loss:.5f}", *moved)
-    output.show(shown)
-    return [asdict(result) for result in results]
 
 
 @contextmanager

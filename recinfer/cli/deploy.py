@@ -24,7 +24,7 @@ def run(options: DeployOptions) -> None:
 
     recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2 --max-replicas 4 --token-file token
 
-    recinfer deploy --status, --scale 3, --rollback or --down; recinfer deploy store/ctr/2 --roll
+    recinfer deploy --status, --scale 3 or --down
 
     For Kubernetes, the command writes manifests for `kubectl apply -k`, or a Helm chart.
 

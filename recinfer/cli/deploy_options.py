@@ -29,6 +29,14 @@ class RayOptions:
             show_default="auto, with an option that changes a deployment",
         ),
     ] = None
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="File, at the same path on every node, that chooses versions of the archive's store as for recinfer serve. "
+            "Rankers follow it.",
+            show_default="the archive alone",
+        ),
+    ] = None
     cool_down: Annotated[
         float,
         typer.Option(min=1, help="Seconds of low load before a server is removed."),
@@ -104,11 +112,6 @@ class Action:
         int | None,
         typer.Option(min=1, help="Scale to this many rankers.", show_default=False),
     ] = None
-    roll: Annotated[
-        bool,
-        typer.Option("--roll", help="Switch to ARCHIVE, another version in the same model store."),
-    ] = False
-    rollback: Annotated[bool, typer.Option("--rollback", help="Switch back to the previous version.")] = False
 
     @property
     def scales(self) -> bool:
@@ -123,20 +126,15 @@ class Action:
             for name, wanted in (
                 ("--status", self.status),
                 ("--down", self.down),
-                ("--roll", self.roll),
-                ("--rollback", self.rollback),
                 ("--scale", self.scales),
             )
             if wanted
         ]
         if len(given) > 1:
             raise ConfigError(f"got {' and '.join(given)}; give one at a time")
-        needed = not given or self.roll
-        if needed and archive is None:
-            raise ConfigError(
-                "got no archive: give the archive folder to deploy, or --status, --scale, --rollback or --down"
-            )
-        if not needed and archive is not None:
+        if not given and archive is None:
+            raise ConfigError("got no archive: give the archive folder to deploy, or --status, --scale or --down")
+        if given and archive is not None:
             raise ConfigError(f"{given[0]} takes no archive; leave out {archive}")
 
 

@@ -1,4 +1,4 @@
-"""Deploys, scales, updates and removes a deployment on a Ray cluster."""
+"""Deploys, scales and removes a deployment on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def run_ray(options: DeployOptions, output: Output) -> None:
     action, archive, name, wait = options.action, options.archive, options.name, options.ray.wait
     action.check(archive)
     from recinfer.deploy.ray import client
+    from recinfer.deploy.ray.records import Records
 
-    spec = spec_of_options(archive, options) if archive is not None and not action.roll else None
+    spec = None if archive is None else spec_of_options(archive, options)
     with client.connected(options.ray.ray or "auto"):
         if spec is not None:
             client.deploy(spec)
@@ -39,7 +40,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
                 raise
             _show(found, output)
         elif action.status:
-            names = client.deployments()
+            names = Records().names()
             if name or len(names) == 1:
                 _show(client.status(name), output)
             else:
@@ -47,15 +48,11 @@ def run_ray(options: DeployOptions, output: Output) -> None:
                 output.finish({"deployments": names})
         elif action.scales:
             client.scale(name, action.scale, action.scale_rankers)
-            _show(client.wait_until_ready(client.status(name)["name"], wait, output.note), output)
-        elif action.down:
+            _show(client.wait_until_ready(name, wait, output.note), output)
+        else:
             removed = client.down(name)
             output.show(styled("green", "removed", f" {removed}"))
             output.finish({"removed": removed})
-        else:
-            version = client.roll(name, None if archive is None else archive.resolve())
-            output.show(styled("green", "serving", f" version {version}"))
-            output.finish({"version": version})
 
 
 def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
@@ -84,17 +81,20 @@ def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
     numbers = _least(servers.replicas, servers.max_replicas), servers.max_replicas
     shards = [Kind(f"shard-{g.number}", g.ranks, g.memory_bytes, servers.busy_percent, *numbers) for g in found.groups]
     numbers = _least(servers.rankers, servers.max_rankers), servers.max_rankers
-    return Deployment(
+    made = Deployment(
         name=options.name or dns_label(found.model),
         model=found.model,
         archive=archive.resolve(),
-        version=found.version,
         kinds=(*shards, Kind("ranker", (), found.ranker_bytes, servers.load_percent, *numbers)),
         cpus=cores(servers.cpus),
         cool_down=ray.cool_down,
         security=SecurityConfig(token, None, cert, key, client_ca, ray.insecure),
+        model_config=None if ray.model_config is None else ray.model_config.absolute(),
         clients={name: str(value) for name, value in clients.items() if value is not None},
     )
+    if made.model_config is not None and made.store is None:
+        raise ConfigError(f"--model-config: expected an archive at STORE/{made.model}/VERSION, got {made.archive}")
+    return made
 
 
 def cores(text: str) -> float:
@@ -111,7 +111,6 @@ def _least(count: int | None, most: int | None) -> int:
 
 
 def _show(found: dict[str, Any], output: Output) -> None:
-    before = f", before that {found['previous']}" if found["previous"] else ""
     state = ("ready", "green") if found["ready"] else ("not ready", "yellow")
     table = slim_table("address", "role", "state", "restarts", "version", "load", "memory")
     for column in table.columns[:3]:
@@ -127,7 +126,7 @@ def _show(found: dict[str, Any], output: Output) -> None:
             f"{server['load']:.0%}",
             size_text(server["memory"]) if server["memory"] else "-",
         )
-    output.show(Text.assemble(f"{found['name']}: {found['model']} {found['version']}{before}; ", state), table)
+    output.show(Text.assemble(f"{found['name']}: {found['model']} {found['version']}; ", state), table)
     for line in found["why"]:
         output.show(line)
     if found["rankers"]:

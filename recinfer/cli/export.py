@@ -11,6 +11,8 @@ import typer
 from rich.text import Text
 
 from recinfer.cli.console import JsonOption, Output, styled
+from recinfer.cli.declared import takes_groups
+from recinfer.cli.id_options import ExportIds
 from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
@@ -22,7 +24,6 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import DataFormat, MissingShards, parse_pair
-from recinfer.cli.vocabularies import VocabularyOption, indexed_ids, read_vocabularies
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.quant.formats.names import Precision
@@ -41,6 +42,7 @@ NAME = "export"
 EXAMPLE = "Example: recinfer export --checkpoint movielens.ckpt --plan plan.json --out movielens.rqa"
 
 
+@takes_groups
 def run(
     checkpoint: CheckpointOption,
     out: Annotated[Path, typer.Option("--out", help="Archive folder to write, usually named *.rqa.")],
@@ -124,7 +126,8 @@ def run(
             show_default="the checkpoint's",
         ),
     ] = None,
-    vocabulary: VocabularyOption = None,
+    *,
+    ids: ExportIds,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
@@ -163,8 +166,7 @@ def run(
     given = reader.contract if contract is None else FeatureContract.read(contract)
     held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
-    vocabularies = read_vocabularies(vocabulary)
-    chosen = _plan(module, plan, world_size, precision, table_precision, indexed_ids(given, vocabularies))
+    chosen = _plan(module, plan, world_size, precision, table_precision, ids.indexed(given))
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -181,7 +183,6 @@ def run(
         contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
-        vocabularies=vocabularies,
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
@@ -191,6 +192,7 @@ def run(
         max_auc_drop=max_auc_drop,
         reference=recorded,
         on_report=on_report,
+        **ids.arguments,
     )
     manifest = archive.manifest
     worst = max(manifest.tables, key=lambda table: table.quantization.max_abs_error)

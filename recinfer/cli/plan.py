@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
+from recinfer.cli.declared import takes_groups
+from recinfer.cli.id_options import PlanIds
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
@@ -16,7 +18,6 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import Device, check_picture, check_place
-from recinfer.cli.vocabularies import indexed_ids, read_vocabularies
 from recinfer.quant.formats.names import Precision
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -25,6 +26,7 @@ NAME = "plan"
 EXAMPLE = "Example: recinfer plan --checkpoint movielens.ckpt --world-size 2 --precision int8 --out plan.json"
 
 
+@takes_groups
 def run(
     checkpoint: CheckpointOption,
     world_size: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks to place the tables on.")],
@@ -35,14 +37,8 @@ def run(
     ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory per rank, in GiB.")] = None,
     precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = "int8",
     table_precision: TablePrecisionOption = None,
-    vocabulary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FEATURE=FILE",
-            help="File of strings or ids that `recinfer export` will be given, so that the plan counts its index; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    *,
+    ids: PlanIds,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per request, for the time estimates.")] = 512,
     hardware: Annotated[
         Path | None,
@@ -85,7 +81,7 @@ def run(
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,
         batch_size=batch_size,
-        indexed=indexed_ids(reader.contract, read_vocabularies(vocabulary)),
+        indexed=ids.indexed(reader.contract),
         hardware=HardwareProfile.load(hardware) if hardware else None,
         timeout_seconds=timeout_seconds,
     )

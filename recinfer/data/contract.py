@@ -95,11 +95,6 @@ class FeatureContract:
         return tuple(f.name for f in self.sparse)
 
     @property
-    def vocabulary_sizes(self) -> dict[str, int]:
-        """Number of tokens of each feature with a vocabulary."""
-        return {f.name: len(f.transform.tokens) for f in self.sparse if isinstance(f.transform, Vocabulary)}
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that :meth:`apply` reads, each once (the label's not among them)."""
         return tuple(dict.fromkeys([f.source for f in self.sparse] + [f.source for f in self.dense]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Union
@@ -86,17 +84,9 @@ class Vocabulary:
         """Rows that ids of this transform need."""
         return max(len(self.tokens), self._default + 1)
 
-    def reading(self, ids_of: Callable[[Tokens], NDArray[np.int64]]) -> Vocabulary:
-        """An equal vocabulary whose ids are ``ids_of(tokens)``, int64 ``[T]``, the same ids by another index."""
-        found = copy.copy(self)
-        found.__dict__.pop("_places", None)
-        found.__dict__["_ids_of"] = ids_of
-        return found
-
     def ids(self, tokens: Tokens, name: str) -> NDArray[np.int64]:
         """The id of each token, int64 ``[T]``."""
-        ids_of: Callable[[Tokens], NDArray[np.int64]] | None = self.__dict__.get("_ids_of")
-        return look_up_tokens(tokens, self._places, self._default) if ids_of is None else ids_of(tokens)
+        return look_up_tokens(tokens, self._places, self._default)
 
 
 @dataclass(frozen=True)

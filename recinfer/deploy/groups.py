@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from recinfer.archive.paths import FORMAT, FileInfo, read_manifest_text, shard_path
-from recinfer.archive.strict_json import build, loads
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.excerpts import excerpt
+from recinfer.strict_json import build, loads
 
 __all__ = ["Footprint", "RankGroup", "check_label", "dns_label", "footprint", "mebibytes"]
 

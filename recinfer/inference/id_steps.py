@@ -2,14 +2,15 @@
 
 A step is made from an archive and its applied deltas, so that each process that serves the archive runs the same steps, and each
 state of a predictor has its own. To add a step, write a class of :class:`IdStep` and a function that makes it, and name the function
-in ``STEPS``; its metrics are in ``COUNTS``, and ``SHOWN`` names what ``recinfer inspect`` shows of its part of an archive.
+in ``STEPS``; its metrics are in ``COUNTS``, and ``SHOWN`` names what ``recinfer inspect`` shows of its part of an archive. The intake
+makes rows of strings by ``open_strings``, before the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,10 @@ from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
 from recinfer.vocabulary.described import shown_strings, shown_vocabularies
 from recinfer.vocabulary.step import vocabulary_step
+from recinfer.vocabulary.strings import StringRows, open_strings
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
 
 __all__ = [
     "COUNTS",
@@ -36,6 +41,9 @@ __all__ = [
     "IdStep",
     "IdSteps",
     "MakeStep",
+    "StringRows",
+    "indexed_contract",
+    "open_strings",
     "out_of_range",
 ]
 
@@ -276,6 +284,17 @@ def out_of_range(archive: Archive, deltas: Sequence[Changes], counts: IdCounts) 
     if all(feature.out_of_range != "default_row" for feature in archive.manifest.features):
         return None
     return _OutOfRange(archive.manifest, counts.replaced)
+
+
+def indexed_contract(contract: FeatureContract, strings: StringRows) -> FeatureContract:
+    """The contract whose texts become rows as the strings of requests do.
+
+    Raises:
+        ArchiveError: V9, for texts that are not the archive's strings.
+    """
+    from recinfer.vocabulary import plain  # a server without a contract does not need recinfer.data
+
+    return plain.indexed_contract(contract, strings)
 
 
 STEPS: list[MakeStep] = [vocabulary_step, out_of_range]

@@ -22,9 +22,8 @@ from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.id_steps import IdCounts, IdSteps
+from recinfer.inference.id_steps import IdCounts, IdSteps, StringRows, indexed_contract, open_strings
 from recinfer.lru import LruCache
-from recinfer.vocabulary.strings import StringRows, open_strings
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -62,7 +61,7 @@ class FeatureIntake:
         replaced: ids out of range that became the default row, since the start, by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
         steps: change the ids of requests before the lookup; of one state, see :meth:`at`.
-        strings: the rows of strings; the same in all states, as deltas leave vocabularies of strings unchanged.
+        strings: the rows of strings; the same in all states, as deltas leave these unchanged.
     """
 
     steps: IdSteps
@@ -156,7 +155,6 @@ class FeatureIntake:
         if manifest.contract is None:
             return None
         from recinfer.data.contract import FeatureContract
-        from recinfer.vocabulary.plain import indexed_contract
 
         contract = FeatureContract.from_dict(manifest.contract)
         return contract if self.strings is None else indexed_contract(contract, self.strings)

@@ -16,7 +16,8 @@
 #endif
 
 #define QPARAM_BYTES 4 /* the scale and the bias before the codes */
-#define CHUNK 128 /* codes smaller than a byte that are unpacked at a time */
+#define WIDEST 128     /* columns that a loop of its own adds at a time */
+#define BLOCK 8        /* codes smaller than a byte are read so many at a time */
 
 /* How `pack` of _tables.c sends what bags of one feature hold: nothing; the row of each; sums; the rows of some. The same
    numbers stand in proto/recinfer/v1/shards.proto. */
@@ -59,28 +60,38 @@ static inline int64_t row_size(int64_t width, int64_t format) {
     }
 }
 
-/* `width` and `format` of a table, as constants where the caller has them: then a row's sum stays in registers. */
-INLINE static void add_row(const uint8_t *row, int64_t width, int64_t format, float *restrict sum) {
+/* Byte of a row at which a column begins, of which an integer format takes multiples of BLOCK alone. */
+static inline int64_t byte_of(int64_t column, int64_t format) {
+    return code_bits(format) ? QPARAM_BYTES + column * code_bits(format) / 8 : row_size(column, format);
+}
+
+/* Add `width` columns of a row, from `first` on, a multiple of BLOCK. With `width` and `format` as constants the sum stays in
+   registers. Without `simd` the compiler unrolls a loop of a constant width to scalar code before it makes vectors. */
+INLINE static void add_columns(const uint8_t *row, int64_t first, int64_t width, int64_t format, float *restrict sum) {
+    const uint8_t *from = row + byte_of(first, format);
     if (format == FP32_ROWS) {
+#pragma omp simd
         for (int64_t i = 0; i < width; i++) {
             float value;
-            memcpy(&value, row + 4 * i, 4);
+            memcpy(&value, from + 4 * i, 4);
             sum[i] += value;
         }
         return;
     }
     if (format == FP16_ROWS) {
+#pragma omp simd
         for (int64_t i = 0; i < width; i++) {
             uint16_t half;
-            memcpy(&half, row + 2 * i, 2);
+            memcpy(&half, from + 2 * i, 2);
             sum[i] += from_half(half);
         }
         return;
     }
     if (format == BF16_ROWS) {
+#pragma omp simd
         for (int64_t i = 0; i < width; i++) {
             uint16_t high;
-            memcpy(&high, row + 2 * i, 2);
+            memcpy(&high, from + 2 * i, 2);
             sum[i] += from_bits((uint32_t)high << 16);
         }
         return;
@@ -89,56 +100,63 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t format, fl
     memcpy(&half_scale, row, 2);
     memcpy(&half_bias, row + 2, 2);
     const float scale = one_from_half(half_scale), bias = one_from_half(half_bias);
-    const uint8_t *codes = row + QPARAM_BYTES;
-    const int shift = code_bits(format), per_byte = 8 / shift;
     if (format == INT8_ROWS) {
-#pragma omp simd /* otherwise the compiler unrolls a constant width to scalar code before it vectorizes */
+#pragma omp simd
         for (int64_t i = 0; i < width; i++)
-            sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
+            sum[i] = fmaf((float)from[i], scale, sum[i] + bias);
         return;
     }
-    int32_t whole[CHUNK];
-    for (int64_t first = 0; first < width; first += CHUNK) {
-        const int64_t count = width - first < CHUNK ? width - first : CHUNK;
-        const uint8_t *packed = codes + first / per_byte;
-        for (int64_t i = 0; i < (count + per_byte - 1) / per_byte; i++)
-            for (int k = 0; k < per_byte; k++)
-                whole[per_byte * i + k] = (packed[i] >> (shift * k)) & ((1 << shift) - 1);
+    const int bits = code_bits(format);
+    for (int64_t at = 0; at < width; at += BLOCK, from += bits) { /* BLOCK codes take as many bytes as a code takes bits */
+        const int64_t count = width - at < BLOCK ? width - at : BLOCK;
+        uint32_t codes = 0;
+        memcpy(&codes, from, (size_t)((count * bits + 7) / 8));
 #pragma omp simd
         for (int64_t i = 0; i < count; i++)
-            sum[first + i] = fmaf((float)whole[i], scale, sum[first + i] + bias);
+            sum[at + i] = fmaf((float)(int32_t)(codes >> (uint32_t)(bits * i) & ((1u << bits) - 1)), scale, sum[at + i] + bias);
     }
 }
 
-/* CALL(width, format, vector) with both as constants where they are common ones: then a row's numbers stay in registers.
-   `vector`: room for a row, for other widths. */
-#define BY_ROW(CALL, WIDTH, FORMAT, VECTOR) \
-    do { \
-        if ((FORMAT) == INT8_ROWS) { \
-            BY_WIDTH(CALL, WIDTH, INT8_ROWS, VECTOR) \
-        } else if ((FORMAT) == INT4_ROWS) { \
-            BY_WIDTH(CALL, WIDTH, INT4_ROWS, VECTOR) \
-        } else if ((FORMAT) == BF16_ROWS) { \
-            BY_WIDTH(CALL, WIDTH, BF16_ROWS, VECTOR) \
-        } else { \
-            CALL(WIDTH, FORMAT, VECTOR); \
-        } \
-    } while (0)
-#define BY_WIDTH(CALL, WIDTH, FORMAT, VECTOR) \
-    switch (WIDTH) { \
-        FIXED_WIDTH(CALL, 8, FORMAT) \
-        FIXED_WIDTH(CALL, 16, FORMAT) \
-        FIXED_WIDTH(CALL, 32, FORMAT) \
-        FIXED_WIDTH(CALL, 64, FORMAT) \
-        FIXED_WIDTH(CALL, 128, FORMAT) \
-    default: \
-        CALL(WIDTH, FORMAT, VECTOR); \
-    }
-#define FIXED_WIDTH(CALL, WIDTH, FORMAT) \
-    case WIDTH: { \
-        float fixed[WIDTH]; \
-        CALL(WIDTH, FORMAT, fixed); \
+/* CALL(first, width, format, vector) for all columns of a row: `format` is a constant, `width` too but for the last few columns;
+   `vector` has room for `width` numbers. */
+#define BY_ROW(CALL, WIDTH, FORMAT) \
+    switch (FORMAT) { \
+    case INT2_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, INT2_ROWS) \
+        break; \
+    case INT4_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, INT4_ROWS) \
+        break; \
+    case INT8_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, INT8_ROWS) \
+        break; \
+    case FP16_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, FP16_ROWS) \
+        break; \
+    case FP32_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, FP32_ROWS) \
+        break; \
+    case BF16_ROWS: \
+        BY_COLUMNS(CALL, WIDTH, BF16_ROWS) \
         break; \
     }
+#define BY_COLUMNS(CALL, WIDTH, FORMAT) \
+    for (int64_t first = 0, left = (WIDTH); left > 0; first = (WIDTH) - left) { \
+        FIXED_WIDTH(CALL, WIDEST, FORMAT) \
+        FIXED_WIDTH(CALL, 64, FORMAT) \
+        FIXED_WIDTH(CALL, 32, FORMAT) \
+        FIXED_WIDTH(CALL, 16, FORMAT) \
+        FIXED_WIDTH(CALL, 8, FORMAT) { \
+            float few[8]; \
+            CALL(first, left, FORMAT, few); \
+            left = 0; \
+        } \
+    }
+#define FIXED_WIDTH(CALL, COLUMNS, FORMAT) \
+    if (left >= COLUMNS) { \
+        float fixed[COLUMNS]; \
+        CALL(first, COLUMNS, FORMAT, fixed); \
+        left -= COLUMNS; \
+    } else
 
 #endif

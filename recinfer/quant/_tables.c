@@ -41,10 +41,12 @@ INLINE static void prefetch_row(uintptr_t row, int64_t bytes) {
         __builtin_prefetch((const void *)(row + 2 * LINE));
 }
 
-/* All bags of one feature in one piece, whose ids are rows of it. */
-INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const Bags *bags,
-                             const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
+/* `width` columns from `first` on of all bags of one feature in one piece, whose ids are rows of it. */
+INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t first, int64_t width, int64_t format,
+                             const Bags *bags, const Part *part, int64_t key, float *restrict sum, uint8_t *out,
+                             int64_t columns) {
     const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
+    const int64_t begin = first ? byte_of(first, format) : 0, bytes = byte_of(first + width, format) - begin;
     int64_t at = part->starts[key];
     for (int64_t b = 0; b < part->samples; b++) {
         const int64_t count = length_at(bags, key * bags->batch + part->first + b), end = at + count;
@@ -52,19 +54,26 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
             sum[i] = 0.0f;
         for (; at < end; at++) {
             if (at + AHEAD < last)
-                prefetch_row((uintptr_t)(table + id_at(bags, at + AHEAD) * row_bytes), row_size(width, format));
-            add_row(table + id_at(bags, at) * row_bytes, width, format, sum);
+                prefetch_row((uintptr_t)(table + id_at(bags, at + AHEAD) * row_bytes + begin), bytes);
+            add_columns(table + id_at(bags, at) * row_bytes, first, width, format, sum);
         }
         if (piece->mean && count > 1) {
             const float inverse = 1.0f / (float)count;
             for (int64_t i = 0; i < width; i++)
                 sum[i] *= inverse;
         }
-        memcpy(out + 4 * b * columns, sum, (size_t)width * sizeof *sum);
+        memcpy(out + 4 * (b * columns + first), sum, (size_t)width * sizeof *sum);
     }
 }
 
-#define POOL(WIDTH, FORMAT, SUM) pool_step(table, piece, WIDTH, FORMAT, bags, part, key, SUM, into, columns)
+#define POOL(FIRST, WIDTH, FORMAT, SUM) \
+    pool_step(table, piece, FIRST, WIDTH, FORMAT, bags, part, key, SUM, out, columns)
+
+/* All columns. A function of its own, since it compiles to a loop for each format and width. */
+WIDE static void pool_piece(const uint8_t *table, const Piece *piece, const Bags *bags, const Part *part, int64_t key,
+                            uint8_t *out, int64_t columns) {
+    BY_ROW(POOL, piece->width, piece->format)
+}
 
 /* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
 INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags *bags, int64_t at, int64_t last) {
@@ -91,9 +100,9 @@ static void narrow(const Bags *bags, Part *part) {
     }
 }
 
-/* Whether every id is a row of its table. `out`: float32 [samples, columns], wherever it lies; `sum`: the widest piece. */
-WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
-                     const Part *part, float *restrict sum, uint8_t *out, int64_t columns) {
+/* Whether every id is a row of its table. `out`: float32 [samples, columns], wherever it lies. */
+static int pool(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
+                const Part *part, uint8_t *out, int64_t columns) {
     for (int64_t s = 0; s < num_steps; s++) {
         const Piece *piece = pieces + steps[s].piece;
         const uint8_t *table = buffer + piece->offset;
@@ -101,7 +110,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
-        BY_ROW(POOL, piece->width, piece->format, sum);
+        pool_piece(table, piece, bags, part, key, into, columns);
     }
     return 1;
 }
@@ -160,7 +169,7 @@ INLINE static void copy_rows(uint8_t kind, const uint8_t *table, const Piece *pi
 
 /* Whether every id is a row of its table. `out`: of each step, its kind; behind these, of each what its kind says. */
 WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
-                     const Part *part, float *restrict sum, uint8_t *out) {
+                     const Part *part, uint8_t *out) {
     const uint8_t *kinds = out;
     uint8_t *into = out + num_steps;
     for (int64_t s = 0; s < num_steps; s++) {
@@ -170,7 +179,7 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (kinds[s] == SUMS) {
-            BY_ROW(POOL, piece->width, piece->format, sum);
+            pool_piece(table, piece, bags, part, key, into, columns);
         } else if (kinds[s] != EMPTY) {
             switch (row_size(piece->width, piece->format)) { /* copies of a constant size compile to moves */
             case 12:
@@ -244,13 +253,13 @@ static int read_context(PyObject *given, const Py_buffer *data, const Piece *pie
 }
 
 /* Fill a context's columns of all samples; whether every id is a row of its table. `starts`: [keys + 1]. */
-static int pool_context(const uint8_t *buffer, const Piece *pieces, const Context *context, int64_t *starts, float *sum,
-                        uint8_t *out, int64_t samples, int64_t columns) {
+static int pool_context(const uint8_t *buffer, const Piece *pieces, const Context *context, int64_t *starts, uint8_t *out,
+                        int64_t samples, int64_t columns) {
     const Step *steps = context->steps.buf;
     const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof *steps;
     const Part part = {0, 1, starts, starts + 1};
     if (!find_starts(&context->bags, starts) ||
-        (samples && !pool(buffer, pieces, steps, num_steps, &context->bags, &part, sum, out, columns)))
+        (samples && !pool(buffer, pieces, steps, num_steps, &context->bags, &part, out, columns)))
         return 0;
     for (int64_t b = 1; b < samples; b++)
         for (int64_t s = 0; s < num_steps; s++)
@@ -280,7 +289,6 @@ typedef struct {
     const Piece *pieces;
     const Step *steps;
     int64_t num_steps, *starts, *beside_starts;
-    float *sum; /* of the widest piece, behind both */
     Py_ssize_t columns;
     Bags bags;
     Part part;
@@ -331,13 +339,12 @@ static int open_call(PyObject *args, Call *call) {
         !read_context(beside, &call->data, call->pieces, num_pieces, columns, &call->context, &widest))
         return 0;
     const Py_ssize_t spans = 2 * keys + 1 + call->context.bags.keys + 1;
-    call->starts = PyMem_Malloc((size_t)spans * sizeof *call->starts + (size_t)widest * sizeof(float));
+    call->starts = PyMem_Malloc((size_t)spans * sizeof *call->starts);
     if (call->starts == NULL) {
         PyErr_NoMemory();
         return 0;
     }
     call->beside_starts = call->starts + 2 * keys + 1;
-    call->sum = (float *)(call->starts + spans);
     call->part = (Part){first, samples, call->starts, call->starts + (call->is_part ? keys + 1 : 1)};
     call->is_long = call->is_part || ids * widest > LONG_WORK;
     return 1;
@@ -349,9 +356,8 @@ static int pool_call(Call *call, uint8_t *target) {
         return 0;
     if (call->is_part)
         narrow(&call->bags, &call->part);
-    return pool(buffer, call->pieces, call->steps, call->num_steps, &call->bags, &call->part, call->sum, target,
-                call->columns) &&
-           (!call->has_context || pool_context(buffer, call->pieces, &call->context, call->beside_starts, call->sum, target,
+    return pool(buffer, call->pieces, call->steps, call->num_steps, &call->bags, &call->part, target, call->columns) &&
+           (!call->has_context || pool_context(buffer, call->pieces, &call->context, call->beside_starts, target,
                                                call->part.samples, call->columns));
 }
 
@@ -458,10 +464,10 @@ static PyObject *pack_method(PyObject *module, PyObject *args) {
     int whole;
     if (call.is_long) {
         Py_BEGIN_ALLOW_THREADS
-        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, call.sum, out);
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, out);
         Py_END_ALLOW_THREADS
     } else {
-        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, call.sum, out);
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, out);
     }
     if (!whole) {
         Py_DECREF(result);
@@ -487,14 +493,17 @@ static inline int64_t offset_at(const OffsetBags *bags, int64_t bag) {
     return bags->offsets.obj == NULL ? bag : number_at(&bags->offsets, bag);
 }
 
-/* All bags of one feature in one piece; whether their ids are rows of it, or -1, which stands for no row. `vector`: a row. */
-INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const OffsetBags *bags,
-                           int64_t key, float *restrict sum, float *restrict vector, uint8_t *out, int64_t columns) {
-    const int64_t first = key * bags->batch, ids = bags->ids.len / bags->ids.itemsize;
-    const int64_t last = offset_at(bags, first + bags->batch);
+/* `width` columns from `first` on of all bags of one feature in one piece; whether their ids are rows of it, or -1, which
+   stands for no row. */
+INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t first, int64_t width, int64_t format,
+                           const OffsetBags *bags, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
+    const int64_t bag = key * bags->batch, ids = bags->ids.len / bags->ids.itemsize;
+    const int64_t last = offset_at(bags, bag + bags->batch);
+    const int64_t begin = first ? byte_of(first, format) : 0, bytes = byte_of(first + width, format) - begin;
     const float *weights = bags->weights.obj == NULL ? NULL : bags->weights.buf;
+    float vector[WIDEST];
     for (int64_t b = 0; b < bags->batch; b++) {
-        const int64_t start = offset_at(bags, first + b), end = offset_at(bags, first + b + 1);
+        const int64_t start = offset_at(bags, bag + b), end = offset_at(bags, bag + b + 1);
         if (start < 0 || end < start || end > ids)
             return 0;
         for (int64_t i = 0; i < width; i++)
@@ -502,20 +511,21 @@ INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t wid
         for (int64_t at = start; at < end; at++) {
             const int64_t id = number_at(&bags->ids, at);
             if (at + AHEAD < last && at + AHEAD < ids)
-                prefetch_row((uintptr_t)table + (uintptr_t)number_at(&bags->ids, at + AHEAD) * (uintptr_t)piece->row_bytes,
-                             row_size(width, format));
+                prefetch_row((uintptr_t)table + (uintptr_t)number_at(&bags->ids, at + AHEAD) * (uintptr_t)piece->row_bytes +
+                                 (uintptr_t)begin,
+                             bytes);
             if (id == -1)
                 continue;
             if (id < 0 || id >= piece->rows)
                 return 0;
             const uint8_t *row = table + id * piece->row_bytes;
             if (weights == NULL) {
-                add_row(row, width, format, sum);
+                add_columns(row, first, width, format, sum);
                 continue;
             }
             for (int64_t i = 0; i < width; i++)
                 vector[i] = 0.0f;
-            add_row(row, width, format, vector);
+            add_columns(row, first, width, format, vector);
             for (int64_t i = 0; i < width; i++)
                 sum[i] = fmaf(weights[at], vector[i], sum[i]);
         }
@@ -524,23 +534,26 @@ INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t wid
             for (int64_t i = 0; i < width; i++)
                 sum[i] *= inverse;
         }
-        memcpy(out + 4 * b * columns, sum, (size_t)width * sizeof *sum);
+        memcpy(out + 4 * (b * columns + first), sum, (size_t)width * sizeof *sum);
     }
     return 1;
 }
 
-#define SUM(WIDTH, FORMAT, VECTOR) \
-    whole = sum_step(buffer + piece->offset, piece, WIDTH, FORMAT, bags, steps[s].key, VECTOR, vector, into, columns)
+#define SUM(FIRST, WIDTH, FORMAT, VECTOR) \
+    whole &= sum_step(buffer + piece->offset, piece, FIRST, WIDTH, FORMAT, bags, steps[s].key, VECTOR, into, columns)
 
-/* Whether every id is a row of its table. `vector`, `spare`: of the widest piece each. */
+/* Whether every id is a row of its table. */
 WIDE static int sum_bags(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps,
-                         const OffsetBags *bags, float *restrict vector, float *restrict spare, uint8_t *out,
-                         int64_t columns) {
+                         const OffsetBags *bags, uint8_t *out, int64_t columns) {
     int whole = 1;
     for (int64_t s = 0; whole && s < num_steps; s++) {
         const Piece *piece = pieces + steps[s].piece;
         uint8_t *into = out + 4 * steps[s].column;
-        BY_ROW(SUM, piece->width, piece->format, spare);
+        if (piece->format == BF16_ROWS) { /* others are here only beside these: one loop less to compile for each */
+            BY_COLUMNS(SUM, piece->width, BF16_ROWS)
+        } else {
+            BY_COLUMNS(SUM, piece->width, piece->format)
+        }
     }
     return whole;
 }
@@ -571,7 +584,6 @@ static PyObject *sum_method(PyObject *module, PyObject *args) {
     Py_ssize_t batch, columns;
     Py_buffer buffer = {0}, pieces_view = {0}, steps_view = {0}, out = {0};
     OffsetBags bags = {0};
-    float *room = NULL;
     if (!PyArg_ParseTuple(args, "OOOOOOnnO", &buffer_object, &pieces_object, &steps_object, &ids, &offsets, &weights, &batch,
                           &columns, &into) ||
         PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0 ||
@@ -594,22 +606,16 @@ static PyObject *sum_method(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "sum_bags: arrays of another size, or places outside the buffer or the answer");
         goto close;
     }
-    room = PyMem_Malloc(2 * (size_t)widest * sizeof *room);
-    if (room == NULL) {
-        PyErr_NoMemory();
-        goto close;
-    }
     int whole;
     if (num_ids * widest > LONG_WORK) {
         Py_BEGIN_ALLOW_THREADS
-        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, room, room + widest, out.buf, columns);
+        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, out.buf, columns);
         Py_END_ALLOW_THREADS
     } else {
-        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, room, room + widest, out.buf, columns);
+        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, out.buf, columns);
     }
     result = PyBool_FromLong(whole);
 close:
-    PyMem_Free(room);
     Py_buffer *views[] = {&buffer, &pieces_view, &steps_view, &bags.ids, &bags.offsets, &bags.weights, &out};
     for (int i = 0; i < 7; i++)
         if (views[i]->obj != NULL)

@@ -28,11 +28,11 @@ from recinfer import env
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.paths import file_sha256
-from recinfer.archive.strict_json import MAX_JSON_BYTES
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError, UnavailableError
 from recinfer.files import naming, write_file
 from recinfer.remote.location import Location, is_url
 from recinfer.sizes import size_text
+from recinfer.strict_json import MAX_JSON_BYTES
 
 __all__ = ["ArchiveCache", "CachedArchive", "Progress", "in_cache"]
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from recinfer.archive.strict_json import MAX_JSON_BYTES
 from recinfer.errors import ArchiveError, NotFoundError, RecinferError
 from recinfer.excerpts import quoted, some
 from recinfer.files import naming, write_file
 from recinfer.remote.cache import ArchiveCache, CachedArchive
 from recinfer.remote.location import Location, mirror_folder
+from recinfer.strict_json import MAX_JSON_BYTES
 
 __all__ = ["StoreMirror"]
 

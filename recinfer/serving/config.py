@@ -141,7 +141,7 @@ class ModelsConfig:
             becomes the folder of the store's mirror.
         poll: seconds between two looks at the model store, which load and unload versions; None: no polling.
         model_config: file with the models, versions, labels and weights to serve from the store
-            (recinfer.serving.engine.model_config).
+            (recinfer.serving.engine.model_config); a shard server reads it once, for the version that it begins with.
         admin: enable the admin service, which loads versions from the store.
         workers: number of serving processes, 1 to 256.
         worker_timeout: seconds without a response after which a worker is killed and replaced.
@@ -323,12 +323,11 @@ class ServeConfig:
                 f"got --device {device} with --shards: a ranker runs on the CPU and its shard servers hold the "
                 f"tables; leave --device out"
             )
-        if self.role.ranks is None:
-            self.models.check_store()
-        elif odd := self._options_of_whole_models():
+        if self.role.ranks is not None and (odd := self._options_of_whole_models()):
             raise ConfigError(
                 f"got {', '.join(odd)} with --ranks, but a shard server serves rankers only; give it to the ranker"
             )
+        self.models.check_store()
 
     def _options_of_whole_models(self) -> list[str]:
         """The given options that a shard server lacks."""
@@ -338,7 +337,6 @@ class ServeConfig:
             "--workers": self.models.workers > 1,
             "--admin": self.models.admin,
             "--poll": self.models.poll is not None,
-            "--model-config": self.models.model_config is not None,
             "--device cuda": self.tables.device != "cpu",
         }
         return [name for name, is_given in given.items() if is_given]
@@ -370,7 +368,7 @@ class ServeConfig:
     @classmethod
     def from_json(cls, text: str) -> ServeConfig:
         """Read :meth:`to_json`'s text; raises ArchiveError or ConfigError for anything else."""
-        from recinfer.archive.strict_json import build
+        from recinfer.strict_json import build
 
         # A path may hold bytes that are no UTF-8, which the reader of archives refuses.
         return build(cls, json.loads(text), "configuration")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.strict_json import build, loads, raising_config_error
 
 __all__ = ["EXAMPLE_HOSTS", "HostType", "priced", "read_hosts"]
 
-FORMAT, VERSION = "recinfer.hosts", 1
 _SYSTEM_BYTES = 1 << 30  # GiB for the operating system
 _WORKER_BYTES = 200 << 20  # GiB per server process, without tables, which the processes of a host share
 
@@ -35,13 +34,13 @@ class HostType:
     price: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"hosts: name: got {self.name!r}, expected text")
-        if type(self.cores) is not int or not 1 <= self.cores <= 4096:
+        if not self.name:
+            raise ConfigError("hosts: name: got '', expected text")
+        if not 1 <= self.cores <= 4096:
             raise ConfigError(f"hosts: {self.name}: cores: got {self.cores!r}, expected a whole number of at least 1")
         for what in ("memory_gib", "price"):
             value = getattr(self, what)
-            if type(value) not in (int, float) or not 0 <= value < math.inf or (what == "memory_gib" and not value):
+            if not 0 <= value < math.inf or (what == "memory_gib" and not value):
                 raise ConfigError(f"hosts: {self.name}: {what}: got {value!r}, expected a number above 0")
 
     @property
@@ -65,6 +64,15 @@ EXAMPLE_HOSTS = (
 """Examples with made-up prices in usual proportions."""
 
 
+@dataclass(frozen=True)
+class _HostsJson:
+    """The JSON of a file of hosts."""
+
+    format: Literal["recinfer.hosts"]
+    version: int
+    hosts: tuple[HostType, ...]
+
+
 def read_hosts(path: Path) -> tuple[HostType, ...]:
     """Read ``{"format": "recinfer.hosts", "version": 1, "hosts": [{"name", "cores", "memory_gib", "price"}, ...]}``.
 
@@ -73,24 +81,17 @@ def read_hosts(path: Path) -> tuple[HostType, ...]:
         ConfigError: the message has the value and what was expected.
     """
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        with raising_config_error():
+            found = build(_HostsJson, loads(path.read_bytes(), str(path)), str(path))
     except FileNotFoundError:
         raise NotFoundError(f"no host types {str(path)!r}; docs/how-to/choose-hosts.md describes the format") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
-        raise ConfigError(f"{path}: expected an object of format {FORMAT!r}, version {VERSION}")
-    entries = data.get("hosts")
-    if data.keys() - {"format", "version", "hosts"} or not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: expected the entry hosts, a list of at least one kind of host")
-    expected = {"name", "cores", "memory_gib", "price"}
-    for entry in entries:
-        if not isinstance(entry, dict) or entry.keys() != expected:
-            raise ConfigError(f"{path}: got {str(entry)[:120]}; expected an object of {', '.join(sorted(expected))}")
-    found = tuple(HostType(**entry) for entry in entries)
-    if len({host.name for host in found}) != len(found):
+    if found.version != 1 or not found.hosts:
+        raise ConfigError(
+            f"{path}: got version {found.version}, {len(found.hosts)} hosts; expected version 1, at least one host"
+        )
+    if len({host.name for host in found.hosts}) != len(found.hosts):
         raise ConfigError(f"{path}: two kinds of hosts have the same name")
-    return found
+    return found.hosts
 
 
 def priced(hosts: Sequence[HostType], prices: Sequence[str]) -> tuple[HostType, ...]:

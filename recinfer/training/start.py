@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from recinfer.checkpoint import CheckpointReader
-from recinfer.checkpoint.model_json import untrainable_tables
 from recinfer.errors import CheckpointError
 from recinfer.models.dlrm import DLRM
+from recinfer.modules.remapping import SETTINGS, untrainable_tables
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -56,7 +56,7 @@ def read_start(checkpoint: str | os.PathLike[str]) -> Start:
             f"{os.fspath(checkpoint)}: has no DLRM with a feature contract; expected a checkpoint of recinfer train to start from"
         )
     assert reader.model_json is not None
-    if unknown := untrainable_tables(reader.model_json):
+    if unknown := untrainable_tables(reader.model_json["model"].get(SETTINGS, {})):
         raise CheckpointError(
             f"{os.fspath(checkpoint)}: table {unknown[0]!r} has an eviction policy that model.json does not hold; go on training by "
             "the program that made the model"

@@ -19,8 +19,8 @@ from recinfer.excerpts import some
 from recinfer.module_tree import append_prefix, outermost_modules
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
 from recinfer.modules.mc_modules import MCHManagedCollisionModule
-from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.mc_slots import segments_of
+from recinfer.modules.remapping import managed_collision_module
 from recinfer.vocabulary.table import Segment, TableVocabulary
 
 __all__ = ["vocabularies_of"]
@@ -71,6 +71,8 @@ def _sorted(table: str, settings: Mapping[str, Any], checkpoint: CheckpointReade
     ids = _read(table, checkpoint, f"{prefix}_mch_sorted_raw_ids", (size,))
     rows = _read(table, checkpoint, f"{prefix}_mch_remapped_ids_mapping", (size,))
     starts = [start for start in checkpoint.read(f"{prefix}_output_segments_tensor").tolist() if start >= 0]
+    if not any(starts):
+        raise _never_set(table, checkpoint)
     segments = tuple(Segment(first, stop - first, stop - 1) for first, stop in pairwise(starts))
     if not input_hash_size and len(segments) > 1:
         input_hash_size = 1  # ranks spread all ids by the remainder of unsigned numbers
@@ -106,6 +108,8 @@ def _hashed(table: str, settings: Mapping[str, Any], checkpoint: CheckpointReade
     lookup = managed_collision_module({**settings, "disable_fallback": True}, torch.device("cpu"))
     assert isinstance(lookup, HashZchManagedCollisionModule)
     identities = _read(table, checkpoint, f"{prefix}{lookup.IDENTITY_BUFFER}", (size, 1))
+    if size > 1 and not identities.any():
+        raise _never_set(table, checkpoint)
     lookup._hash_zch_identities.data.copy_(identities)
     ids = torch.unique(identities)
     slots = lookup.slots_of(ids)
@@ -131,6 +135,13 @@ def _bucket(first: int, stop: int, reserved: int, drops: bool) -> Segment:
         Segment(first, stop - first, stop - reserved, reserved)
         if reserved
         else Segment(first, stop - first, first, stop - first)
+    )
+
+
+def _never_set(table: str, checkpoint: CheckpointReader) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path}: the managed collisions of table {table!r} have a state of zeros alone; a module has its state once it is "
+        "made on a device, and a module of the meta device, or after to_empty(), once a state is loaded: do that before saving"
     )
 
 

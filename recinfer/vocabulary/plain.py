@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,8 +119,7 @@ def indexed_contract(contract: FeatureContract, strings: StringRows) -> FeatureC
             continue
         own = StringVocabulary(made.tokens, made.out_of_vocabulary)
         _check_same(strings, feature.name, own, f"the contract's vocabulary of feature {feature.name!r}")
-        ids_of = partial(_row_of_each, strings, feature.name)
-        sparse.append(replace(feature, transform=made.reading(ids_of)))
+        sparse.append(replace(feature, transform=_Indexed(made, strings, feature.name)))
     return replace(contract, sparse=tuple(sparse))
 
 
@@ -150,5 +148,24 @@ def _check_same(strings: StringRows, feature: str, own: StringVocabulary, where:
     check_rows(strings, feature, own.strings, range(len(own.strings)), where, "V9")
 
 
-def _row_of_each(strings: StringRows, feature: str, tokens: Tokens) -> NDArray[np.int64]:
-    return strings.rows_of(feature, tokens.data, tokens.starts, tokens.lengths)
+class _Indexed(Vocabulary):
+    """A vocabulary of the contract whose ids are those of an archive's index; it makes no index of its own."""
+
+    _strings: StringRows
+    _feature: str
+
+    def __init__(self, made: Vocabulary, strings: StringRows, feature: str) -> None:
+        self.__dict__.update(tokens=made.tokens, out_of_vocabulary=made.out_of_vocabulary)
+        self.__dict__.update(_strings=strings, _feature=feature)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and (self.tokens, self.out_of_vocabulary) == (
+            other.tokens,
+            other.out_of_vocabulary,
+        )
+
+    __hash__ = Vocabulary.__hash__
+
+    def ids(self, tokens: Tokens, name: str) -> NDArray[np.int64]:
+        """The row of each token, int64 ``[T]``."""
+        return self._strings.rows_of(self._feature, tokens.data, tokens.starts, tokens.lengths)

@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 import torch
+from onnxscript import rewriter
+from onnxscript.rewriter.rules.common import _no_op
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.onnx._internal.exporter import _core
@@ -62,6 +64,14 @@ class Empty(nn.Module):
         return {"y": x.sum(1) + padded.flatten().reshape(x.shape[0], size, 1).sum((1, 2))}
 
 
+class SmallNumbers(nn.Module):
+    """Adds numbers that keep a quotient finite, and multiplies by numbers near 1."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rate = x / (x.abs() + 1e-8) + x / (1e-12 + x.abs()) + (x.abs() - -1e-9).log()
+        return {"rate": rate, "near_one": x * 1.000007 / 0.999993}
+
+
 def exported(module: nn.Module) -> ExportedProgram:
     traced = torch.export.export(module, (torch.randn(3, 2),), dynamic_shapes=({0: Dim.AUTO},)).module(
         check_guards=False
@@ -80,6 +90,8 @@ def test_the_exporter_has_the_private_names() -> None:
     forms = ONNXRegistry.from_torchlib(opset_version=OPSET).functions
     assert all(callable(forms[name][0].onnx_function) for name in _FORMS.values())
     program = exported(Plain())
+    rules = [id(rule) for rule in rewriter._DEFAULT_REWRITE_RULES]
+    assert _no_op.rules.rules and all(id(rule) in rules for rule in _no_op.rules)
     assert "f" in inspect.signature(program.graph_module._set_replace_hook).parameters
     assert callable(program.graph_signature.get_replace_hook())
 
@@ -93,6 +105,15 @@ def test_operators_without_an_onnx_form_are_replaced_alone(module: nn.Module) ->
         x = torch.tensor([[0.5, -1.5 if last else 0.0], [2.25, last]])
         if not isinstance(module, Empty) or last >= 0:
             torch.testing.assert_close(engine([x])[0], module(x)["y"])
+
+
+def test_small_constants_stay() -> None:
+    """onnxscript's rules take 1e-8 for 0 and 1.00001 for 1; torch exports a constant as such an operand."""
+    outputs = ["rate", "near_one"]
+    engine = OnnxEngine(to_onnx(exported(SmallNumbers()), ["x"], outputs).SerializeToString(), ["x"], outputs, 1)
+    x = torch.tensor([[0.0, -1.5], [2.25, 0.0]])
+    for found, expected in zip(engine([x]), SmallNumbers()(x).values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_an_output_may_be_replaced() -> None:

@@ -113,15 +113,18 @@ def test_a_malformed_plan_is_one_sentence(exported: Exported, tmp_path: Path, ve
         "train": ["--world-size", 2],
     }[verb]
     for text, message in (
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "got a list; expected a plan"),
+        ("", "the plan is not acceptable JSON"),
+        ("[" * 100_000, "the plan is nested deeper than"),
+        ("[]", "the plan holds a list; expected one JSON object"),
         ('{"a": 1}', "of format None; expected a plan"),
-        (json.dumps({**data, "world_size": None}), "world_size is 'None'; expected a whole number"),
+        (json.dumps({**data, "world_size": None}), "plan.world_size: got None; expected an integer"),
         (json.dumps({**data, "world_size": 1 << 40}), "world_size 1099511627776; expected 1 to 65536"),
-        (json.dumps({**data, "estimates": [1]}), "estimates is '[1]'; expected an object"),
+        (json.dumps({**data, "estimates": [1]}), "plan.estimates: got [1]; expected an object"),
         (json.dumps({**data, "tables": {"t": 1}}), "expected a list"),
-        (json.dumps(data).replace(json.dumps(shard), "[0, 0, 50, 0, 8.5]", 1), "expected a list of 5 whole numbers"),
+        (
+            json.dumps(data).replace(json.dumps(shard), "[0, 0, 50, 0, 8.5]", 1),
+            "plan.tables[0].shards[0][4]: got 8.5; expected an integer",
+        ),
     ):
         plan.write_text(text)
         code, said, err = run(verb, *options, "--plan", plan, "--out", out)

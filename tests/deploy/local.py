@@ -19,6 +19,13 @@ def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
         time.sleep(0.05)
 
 
+def choose(config: Path, versions: str, served: str) -> None:
+    """Have servers load ``versions`` of the model tiny, each of one digit, and send requests to ``served``."""
+    made = config.with_suffix(".new")
+    made.write_text(f'[models.tiny]\nversions = {list(versions)}\nweights = {{"{served}" = 1}}\n')
+    made.rename(config)
+
+
 class LocalStore:
     """Ray's key-value store in a dictionary."""
 

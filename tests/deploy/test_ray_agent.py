@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from recinfer.deploy.ray import application, client
+from recinfer.deploy.ray import application, client, spec
 from recinfer.deploy.ray.spec import Deployment, Kind
-from recinfer.errors import ConfigError, RecinferError, UnavailableError
+from recinfer.errors import RecinferError, UnavailableError
+from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.config import SecurityConfig
-from tests.deploy.local import Running, until
+from tests.deploy.local import Running, choose, until
 from tests.serving.conftest import build_model, export, make_request
 
 pytestmark = pytest.mark.nightly
@@ -28,7 +29,7 @@ SHARDS, RANKERS = Kind("shard-0", (0, 1), 0, 70), Kind("ranker", (), 0, 40)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Versions 1 to 3 of a model, each with other weights; a shard file of 3 is broken."""
+    """Versions 1 to 3 of a model, each with other weights; a shard file of 3 is broken. The file chooses 1."""
     folder = tmp_path_factory.mktemp("store")
     (folder / "store" / "tiny").mkdir(parents=True)
     for seed, version in enumerate("123"):
@@ -38,12 +39,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
+    choose(folder / "store" / "models.toml", "1", "1")
     return folder / "store"
 
 
 def spec_of(store: Path, shards: Kind = SHARDS, rankers: Kind = RANKERS) -> Deployment:
     archive = store / "tiny" / "1"
-    return Deployment("tiny", "tiny", archive, "1", (shards, rankers), security=SecurityConfig(TOKEN))
+    security = SecurityConfig(TOKEN)
+    return Deployment("tiny", "tiny", archive, (shards, rankers), store / "models.toml", security=security)
 
 
 class Load:
@@ -105,6 +108,7 @@ def running(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "_PERIOD_S", 0.2)
     patch.setattr(application, "_DELISTED_S", 1.0)
+    patch.setattr(spec, "_POLL_S", 0.2)
     found = Running(spec_of(store), tmp_path_factory.mktemp("lists"))
     patch.setattr(client, "Records", lambda: found.records)
     for kind in ("shard-0", "ranker"):
@@ -135,51 +139,36 @@ def test_it_serves_with_its_token(running: Running):
         stranger.lookup(make_request(0, 3)[1])
 
 
-def test_a_version_rolls_out_and_back(running: Running, store: Path):
-    def loaded() -> list[set[str]]:
-        spec, found = running.spec, []
-        for address in client.rankers():
-            with spec.admin(address) as admin:
-                found.append(set(admin.list_models()["tiny"]))
-        return found
+def versions_of(running: Running) -> set[str]:
+    """The versions to which rankers send requests."""
+    return {each["version"] for each in running.servers("ranker").values()}
 
-    def rolled(version: str | None) -> str:
-        return client.roll(None, None if version is None else store / "tiny" / version)
 
+def test_rankers_follow_the_file(running: Running, store: Path):
+    def loaded(address: str) -> set[str]:
+        with AdminClient(address, token=TOKEN) as admin:
+            return set(admin.list_models()["tiny"])
+
+    config, rankers = store / "models.toml", client.rankers()
     with Load(running) as load:
-        assert rolled("2") == "2"
-        until(lambda: load.answers[-1][0] == "2")
-        assert rolled(None) == "1"
-        until(lambda: load.answers[-1][0] == "1")
-        with pytest.raises(RecinferError, match=r"ranker-\d on 127.0.0.*not sound"):
-            rolled("3")
-        assert running.status()["version"] == "1"
-        assert rolled("2") == "2"
-    assert load.failed == []
+        for versions, served in (("12", "2"), ("12", "1"), ("123", "1"), ("12", "2")):
+            choose(config, versions, served)
+            until(lambda now=served: versions_of(running) == {now} and load.answers[-1][0] == now)
+            until(lambda: [loaded(address) for address in rankers] == [{"1", "2"}] * 2)
+        with (
+            AdminClient(rankers[0], token=TOKEN) as admin,
+            pytest.raises(RecinferError, match="not sound"),
+        ):
+            admin.load("tiny", "3")
+    assert load.failed == [] and client.rankers() == rankers
     assert set(load.versions) == {"1", "2"} and all(len(values) == 1 for values in load.versions.values())
-    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"2"})
-    assert running.records.deployment("tiny").previous == "1" and loaded() == [{"1", "2"}] * 2
-    shutil.copytree(store / "tiny" / "1", store / "tiny" / "4")
-    assert rolled("4") == "4"
-    until(lambda: loaded() == [{"2", "4"}] * 2)
-    assert rolled("2") == "2"
-    running.records.save(replace(running.records.deployment("tiny"), archive=Path("/data/tiny.rqa")))
-    with pytest.raises(ConfigError, match="model store"):
-        rolled("2")
-    running.records.save(replace(running.spec, version="2"))
-    with pytest.raises(ConfigError, match="no previous version"):
-        rolled(None)
+    assert running.status()["version"] == "2"
 
 
-def test_a_ranker_that_missed_a_switch_follows(running: Running):
-    """As one that started while the others loaded the version."""
-    running.records.save(replace(running.spec, version="1", previous="2"))
-    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"1"})
-    running.records.save(replace(running.spec, version="2", previous="1"))
-    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"2"})
-
-
-def test_lost_servers_come_back_where_they_were_with_the_version_that_is_served(running: Running):
+def test_lost_servers_come_back_where_they_were_with_the_version_that_is_served(running: Running, store: Path):
+    """Also where the archive of the deployment is gone, and a version that no server can load is newer."""
+    choose(store / "models.toml", "23", "2")
+    (store / "tiny" / "1").rename(store / "tiny" / ".1")
     before = running.servers()
     victims = {"shard-0-0": "shard-0", "ranker-1": "ranker"}
     with Load(running) as load:
@@ -192,7 +181,7 @@ def test_lost_servers_come_back_where_they_were_with_the_version_that_is_served(
     after = running.servers()
     for name in victims:
         assert after[name]["restarts"] == 1 and after[name]["address"] == before[name]["address"]
-    assert after["ranker-1"]["version"] == "2"
+        assert after[name]["version"] == "2"
 
 
 def test_more_servers_and_fewer_again(running: Running):
@@ -209,14 +198,10 @@ def test_more_servers_and_fewer_again(running: Running):
     assert load.failed == []
 
 
-def test_a_server_that_cannot_start_says_why_and_where(running: Running):
-    spec = running.records.deployment("tiny")
-    running.records.save(replace(spec, version="9"))
-    try:
-        with pytest.raises(UnavailableError, match=r"^on 127.0.0.1: .*9"):
-            running.start("shard-0")
-    finally:
-        running.records.save(spec)
+def test_a_server_that_cannot_start_says_why_and_where(running: Running, store: Path):
+    choose(store / "models.toml", "2", "9")
+    with pytest.raises(UnavailableError, match=r"^on 127.0.0.1: models.toml: .* names version '9'"):
+        running.start("shard-0")
 
 
 # ---------------------------------------------------------------- a server's state, without servers

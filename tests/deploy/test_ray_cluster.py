@@ -46,7 +46,6 @@ def test_without_ray_the_extra_is_named(archive: Path):
         (["--ray", HEAD], "got no archive"),
         (["--status", "--down"], "--status and --down; give one at a time"),
         (["x.rqa", "--scale", "2"], "leave out x.rqa"),
-        (["--roll"], "no archive"),
         (["x.rqa", "--k8s", "--out", "y", "--ray", HEAD], "--k8s"),
         (["x.rqa"], "--ray ADDRESS, or --k8s"),
     ],
@@ -120,7 +119,6 @@ def life(archive: str) -> None:
         assert time.monotonic() < end, now
     before, after = made["servers"][0], now["servers"][0]
     assert (after["name"], after["address"], after["restarts"]) == (before["name"], before["address"], 1)
-    assert "is not in a model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
     assert len(ok("--ray", HEAD, "--scale", 2)["servers"]) == 3
     assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed": "one"}
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]

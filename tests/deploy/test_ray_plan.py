@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from recinfer.cli.main import app
 from recinfer.deploy.ray import client
 from recinfer.deploy.ray.application import servers_needed
 from recinfer.deploy.ray.spec import Deployment, Kind
-from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
+from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.serving.config import SecurityConfig
 from tests.deploy.local import LocalRecords
 
@@ -29,7 +28,7 @@ RANKERS = Kind("ranker", (), 2 << 30, 40)
 
 
 def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
-    return Deployment("ctr", "ctr", archive, "7", (SHARDS, RANKERS), **options)
+    return Deployment("ctr", "ctr", archive, (SHARDS, RANKERS), **options)
 
 
 @pytest.mark.parametrize(
@@ -53,19 +52,28 @@ def test_a_share_grows_and_never_falls():
 
 def test_the_settings_of_the_servers():
     made = spec(security=SecurityConfig("secret-secret-secret"))
-    assert (made.name, made.version, made.store) == ("ctr", "7", Path("/models"))
+    assert (made.name, made.store) == ("ctr", Path("/models"))
     listed = Path("/tmp/shards.json")
-    shard = replace(made, version="8").config(SHARDS, "10.0.0.1", 5000, listed)
-    assert shard.archives == (Path("/models/ctr/8"),) and not shard.models.admin
+    shard = made.config(SHARDS, "10.0.0.1", 5000, listed)
+    assert shard.archives == (Path("/models/ctr/7"),) and not shard.models.admin
     assert shard.role.ranks == (0, 1) and shard.address.port == 5000 and shard.tables.preload
     ranker = made.config(RANKERS, "10.0.0.1", 0, listed)
     assert ranker.models.admin and ranker.role.shards == listed and ranker.models.store == Path("/models")
+    assert ranker.archives == shard.archives and not ranker.models.follows_store
     assert ranker.security.token == "secret-secret-secret" and "secret" not in repr(made)
+
+
+def test_a_file_chooses_the_versions():
+    made = spec(model_config=Path("/models/models.toml"))
+    shard, ranker = (made.config(kind, "h", 0, Path("/tmp/shards.json")) for kind in made.kinds)
+    for config in (shard, ranker):
+        assert config.archives == () and config.models.model_config == Path("/models/models.toml")
+    assert shard.models.poll is None and ranker.models.poll and ranker.models.admin
 
 
 def test_an_archive_in_no_store_has_one_version():
     made = spec(Path("/data/movies.rqa"))
-    assert made.store is None and made.version == "7"
+    assert made.store is None
     config = made.config(RANKERS, "h", 0, Path("/tmp/shards.json"))
     assert config.archives == (Path("/data/movies.rqa"),) and config.models.store is None and not config.models.admin
 
@@ -81,6 +89,7 @@ def test_an_archive_in_no_store_has_one_version():
         (["--queue-depth", "8"], "give --load-percent"),
         (["--busy-percent", "101"], "busy-percent"),
         (["--load-percent", "101"], "load-percent"),
+        (["--model-config", "models.toml"], "--model-config: expected an archive at STORE/tiny/VERSION"),
     ],
 )
 def test_wrong_options_are_named(archive: Path, options: list[str], message: str):
@@ -182,59 +191,6 @@ def records(monkeypatch: pytest.MonkeyPatch) -> LocalRecords:
     found.save(spec())
     monkeypatch.setattr(client, "Records", lambda: found)
     return found
-
-
-@pytest.mark.parametrize("archive", ["/models/other/8", "/elsewhere/ctr/8"])
-def test_an_archive_of_another_store_or_model_is_refused(archive: str, records: LocalRecords):
-    """Servers would load the version of that name from their own store."""
-    with pytest.raises(ConfigError, match=f"^{archive}: expected an archive at /models/ctr/VERSION"):
-        client.roll(None, Path(archive))
-
-
-class Admins:
-    """The admin services of rankers. ``loaded``: versions by address; ``refuses``: the error of an address."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, list[str]] = {}
-        self.refuses: dict[str, str] = {}
-
-    @contextmanager
-    def at(self, _: Deployment, address: str) -> Iterator[SimpleNamespace]:
-        def load(model: str, version: str) -> None:
-            if address in self.refuses:
-                raise InputError(self.refuses[address])
-            self.loaded.setdefault(address, []).append(version)
-
-        def unload(model: str, version: str) -> None:
-            self.loaded[address].remove(version)
-
-        yield SimpleNamespace(load=load, unload=unload)
-
-
-def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
-    records: LocalRecords, monkeypatch: pytest.MonkeyPatch
-):
-    with pytest.raises(UnavailableError, match="no ranker is serving"):
-        client.roll(None, Path("/models/ctr/8"))
-    records.alive |= {"a", "b", "c"}
-    for number, actor in enumerate("abc"):
-        server, _ = records.claim("ctr", "shard-0" if actor == "c" else "ranker", actor, "h")
-        server.state, server.port, server.version = "serving", 1 + number, "8"
-        records.write("ctr", server)
-    admins = Admins()
-    admins.refuses["h:2"] = "it is not sound"
-    monkeypatch.setattr(Deployment, "admin", lambda spec, address: admins.at(spec, address))
-    before = records.deployment("ctr")
-    with pytest.raises(InputError, match="ranker-1 on h: it is not sound"):
-        client.roll(None, Path("/models/ctr/8"))
-    assert records.deployment("ctr") == before, "nothing changed"
-    assert admins.loaded == {"h:1": []}, "the version that one refused is unloaded"
-    admins.refuses.clear()
-    assert client.roll(None, Path("/models/ctr/8")) == "8"
-    assert admins.loaded == {"h:1": ["8"], "h:2": ["8"]}
-    after = records.deployment("ctr")
-    assert (after.version, after.previous) == ("8", "7")
-    assert client.roll(None, Path("/models/ctr/8")) == "8" and records.deployment("ctr") == after
 
 
 # ---------------------------------------------------------------- Serve's reasons

@@ -1,4 +1,4 @@
-"""A deployment with mutual TLS whose certificates name no address: servers, rankers' calls, admin calls."""
+"""A deployment with mutual TLS whose certificates name no address: servers, and rankers' calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, RayOptions, ServerOptions
 from recinfer.cli.deploy_ray import spec_of_options
 from recinfer.cli.main import app
-from recinfer.deploy.ray import application, client
+from recinfer.deploy.ray import application
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
 from tests.certificates import certified, need_openssl
-from tests.deploy.local import Running, until
+from tests.deploy.local import Running, choose, until
 from tests.serving.conftest import make_request
 
 NAME = "servers.example"
@@ -40,10 +40,11 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Versions 1 and 2, which are the same."""
+    """Versions 1 and 2, which are the same; the file chooses 1."""
     folder = tmp_path_factory.mktemp("store")
     for version in "12":
         shutil.copytree(archive, folder / "tiny" / version)
+    choose(folder / "models.toml", "1", "1")
     return folder
 
 
@@ -57,7 +58,8 @@ def options_of(pem: Path, mutual: bool = True) -> DeployOptions:
 
 def spec_of(store: Path, pem: Path) -> Deployment:
     made = spec_of_options(store / "tiny" / "1", options_of(pem))
-    return replace(made, security=replace(made.security, token=TOKEN))
+    config = store / "models.toml"
+    return replace(made, security=replace(made.security, token=TOKEN), model_config=config)
 
 
 @pytest.fixture
@@ -66,7 +68,6 @@ def running(store: Path, pem: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(application, "_PERIOD_S", 0.2)
     monkeypatch.setattr(application, "_DELISTED_S", 0.1)
     found = Running(spec_of(store, pem), tmp_path)
-    monkeypatch.setattr(client, "Records", lambda: found.records)
     try:
         for kind in ("shard-0", "ranker"):
             found.start(kind)
@@ -101,7 +102,7 @@ def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, store: 
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{ranker['metrics_port']}/status.json", timeout=60)
 
-    assert client.roll(None, store / "tiny" / "2") == "2", "admin calls go through TLS as well"
+    choose(store / "models.toml", "12", "2")
     until(lambda: running.status()["servers"][1]["version"] == "2")
     assert not sum(server["restarts"] for server in running.status()["servers"])
 

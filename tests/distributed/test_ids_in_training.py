@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import OptimType
@@ -193,7 +194,10 @@ def test_ranks_that_send_different_forms_of_batch_say_so(how: str, pipelined: bo
 
 def fewer_batches(rank: int, world_size: int) -> None:
     dmp = sharded(True, "row_wise", world_size)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    group = dist.new_group(backend="gloo")
+    distributed_c10d._set_pg_timeout(
+        timedelta(seconds=2), group
+    )  # not of its making, for which a busy machine needs longer
     dmp.module[0]._input_dists[0]._dist._pg = group
     if rank == 0:
         with pytest.raises(UnavailableError, match=r"on rank 0.*ranks ran unequal numbers of batches"):

@@ -213,7 +213,7 @@ def test_the_user_part_runs_once(both: tuple[Ranker, ArchivedModel], monkeypatch
 
 
 def test_load_on_a_server_brings_the_user_once(both: tuple[Ranker, ArchivedModel]) -> None:
-    with Server({"ranker": both[1].predictor}) as server, recinfer.InferenceClient(server.target) as client:
+    with Server({"ranker": both[1].predictor}) as server, recinfer.InferenceClient(server.target, timeout=60) as client:
         about = client.get_model()
         assert {spec.name for spec in about.inputs if spec.user} == {"history", "user", "age"}
         assert RandomRequests(about).predict(1, {}).context is None
@@ -447,7 +447,7 @@ def test_the_dense_matrix_of_a_context_has_both_names_on_every_way(tmp_path: Pat
     archived = recinfer.export(model, (torch.rand(3, 2), ids), tmp_path / "aged.rqa", precision="fp32", progress=False)
     items = {"item": [[3], [4, 5]]}
     wanted = archived.predict([[0.3, 7.0]] * 2, {**items, "user": [[], []]})["output"]
-    with Server({"aged": archived.predictor}) as server, recinfer.InferenceClient(server.target) as client:
+    with Server({"aged": archived.predictor}) as server, recinfer.InferenceClient(server.target, timeout=60) as client:
         for one in (archived, client):
             for name in ("age", "dense"):
                 for matrix in ([[0.3, 7.0]], torch.tensor([[0.3, 7.0]], dtype=torch.float64)):

@@ -28,6 +28,7 @@ from recinfer.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 from recinfer.vocabulary.index import build_index
+from recinfer.vocabulary.options import VocabularyFiles
 from tests.vocabulary.made import vocabulary
 
 META = torch.device("meta")
@@ -97,8 +98,8 @@ def test_serving_counts_the_index_of_strings_and_of_lists_of_ids() -> None:
             SparseFeature("user", Hash(50)),
         )
     )
-    assert contract.vocabulary_sizes == {"item": 3000, "history": 3000}
-    indexed = {**contract.vocabulary_sizes, "city": 500}
+    assert VocabularyFiles().indexed(contract) == {"item": 3000, "history": 3000}
+    indexed = {**VocabularyFiles().indexed(contract), "city": 500}
     found, plain = (plan_inference(model, world_size=2, indexed=given) for given in (indexed, None))
     counted = {t.table: t.estimates.get("index_bytes") for t in found.tables}
     assert counted == {"t_items": 48000, "cities": 8000, "users": None}

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import grpc
 
 from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
-from recinfer.serving.workers import process
+from recinfer.serving.workers import changes, process
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.caller_threads import CallerThreads
 from tests.serving.conftest import make_request
@@ -96,10 +97,15 @@ def supervised(
 def supervising(
     command: Callable[[int], list[str]], workers: int = 2, **options: Any
 ) -> Iterator[tuple[Supervisor, str, list[str]]]:
-    """The same for any command."""
+    """The same for any command. No worker counts as hung because the machine is busy, unless ``options`` say otherwise.
+
+    Args:
+        options: of Supervisor, and ``answer_seconds``: for each worker's answer before a change of models.
+    """
     said: list[str] = []
     ready = threading.Event()
-    supervisor = Supervisor(command, workers, "127.0.0.1", 0, report=said.append, **options)
+    answer_seconds = options.pop("answer_seconds", 3600.0)
+    supervisor = Supervisor(command, workers, "127.0.0.1", 0, report=said.append, **{"timeout": 3600.0, **options})
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -112,7 +118,8 @@ def supervising(
     thread.start()
     try:
         assert ready.wait(180), failed
-        yield supervisor, f"127.0.0.1:{supervisor.port}", said
+        with mock.patch.object(changes, "_ANSWER_S", answer_seconds):
+            yield supervisor, f"127.0.0.1:{supervisor.port}", said
     finally:
         supervisor.stop()
         thread.join(90)

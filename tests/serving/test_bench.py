@@ -58,7 +58,7 @@ def test_requests_keep_the_facts_of_named_inputs(tmp_path: Path):
                     server.target, call="predict", model=model, concurrency=[1], duration=0.01, batch=batch, ids=3
                 )
                 assert found.latencies.size and found.errors == {}, found.reasons
-            with InferenceClient(server.target, model=model) as client:
+            with InferenceClient(server.target, model=model, timeout=60) as client:
                 about = client.get_model()
             trace = Trace(np.arange(9) * 1e-3, np.arange(1, 10), np.arange(9), {})
             with Driver(

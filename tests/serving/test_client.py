@@ -246,7 +246,7 @@ def test_a_target_is_a_host_and_a_port(target: Any):
 def test_a_client_of_the_http_port_is_told_so(predictor: Predictor):
     with (
         Server({"tiny": predictor}, http_port=0) as both,
-        InferenceClient(f"127.0.0.1:{both.http_port}", retries=0) as client,
+        InferenceClient(f"127.0.0.1:{both.http_port}", retries=0, timeout=60) as client,
         pytest.raises(UnavailableError, match=r"it speaks HTTP/1.1, .* give the server's gRPC port \(--port\)"),
     ):
         client.get_model()

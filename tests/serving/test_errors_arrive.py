@@ -36,14 +36,14 @@ def test_an_error_keeps_its_class(running: Server, monkeypatch: pytest.MonkeyPat
     features = make_request(0, 2)[1]
 
     async def ask() -> None:
-        async with AsyncInferenceClient(running.target, retries=0) as client:
+        async with AsyncInferenceClient(running.target, retries=0, timeout=60) as client:
             await client.lookup(features)
 
     def check(error: RecinferError) -> None:
         assert type(error) is expected
         assert ("why it is so" in str(error)) == (kind not in INTERNAL)
 
-    with InferenceClient(running.target, retries=0) as client, pytest.raises(RecinferError) as blocking:
+    with InferenceClient(running.target, retries=0, timeout=60) as client, pytest.raises(RecinferError) as blocking:
         client.lookup(features)
     check(blocking.value)
     with pytest.raises(RecinferError) as asynchronous:

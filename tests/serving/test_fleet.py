@@ -33,6 +33,10 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="nee
 __all__ = ["store"]
 
 
+# A change of models waits for workers that are slow to answer.
+_PATIENT = "from recinfer.serving.workers import changes; changes._ANSWER_S = 600.0\n"
+
+
 @contextmanager
 def serving(*arguments: str, program: str = "") -> Iterator[tuple[Program, dict[str, Any]]]:
     """``recinfer serve`` with ``arguments``; what it said when it was ready.
@@ -40,7 +44,7 @@ def serving(*arguments: str, program: str = "") -> Iterator[tuple[Program, dict[
     Args:
         program: what runs it; without it the workers are warm.
     """
-    with Program(program or warm_workers(), "serve", "--port", "0", "--json", *arguments) as process:
+    with Program(_PATIENT + (program or warm_workers()), "serve", "--port", "0", "--json", *arguments) as process:
         line = process.stdout.readline()
         assert line, process.communicate()
         yield process, json.loads(line)
@@ -199,7 +203,7 @@ def test_a_shard_is_up_where_all_workers_see_it_so():
 
 
 def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
-    arguments = (str(archive), "--workers", "2", "--metrics-port", "0")
+    arguments = (str(archive), "--workers", "2", "--metrics-port", "0", "--worker-timeout", "600")
     with serving(*arguments, program=RECINFER) as (process, ready):  # SIGSTOP has to reach the worker
         ask(f"127.0.0.1:{ready['port']}", 12)
         until(lambda: counted(status(ready)) == 12)

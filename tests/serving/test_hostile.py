@@ -68,7 +68,7 @@ def test_the_server_survives(server: Server, client: InferenceClient, predictor:
     with grpc.insecure_channel(server.target) as channel:
         for call, data in calls:
             try:
-                answer = channel.unary_unary(f"/{SERVICE_NAME}/{call}")(data, timeout=20)
+                answer = channel.unary_unary(f"/{SERVICE_NAME}/{call}")(data, timeout=60)
             except grpc.RpcError as error:
                 refused += 1
                 assert error.code() in BLAME, (call, data, error.code(), error.details())

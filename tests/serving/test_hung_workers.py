@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,22 +29,24 @@ _NEVER_S = 3600.0  # longer than any test
 _TIMEOUT_S = 5.0  # long enough for an answer on a busy machine; after it a hung worker counts as hung
 
 
-def answers(target: str) -> bool:
+def all_answer(target: str) -> bool:
     """Whether twenty new connections are answered, whichever worker each of them meets."""
-    for number in range(20):
-        with InferenceClient(target, timeout=60, retries=0) as client:
-            client.lookup({"user": [number]})
-    return True
+    with suppress(UnavailableError):
+        for number in range(20):
+            with InferenceClient(target, timeout=60, retries=0) as client:
+                client.lookup({"user": [number]})
+        return True
+    return False
 
 
 def test_a_stopped_worker_is_replaced(archive: Path):
     with supervised(archive, timeout=_TIMEOUT_S) as (workers, target, said):
         victim = workers.pids[0]
         stand_still(victim)
-        until(lambda: any("serves again" in line for line in said))
-        assert f"worker 0 (process {victim}) hung (no answer for 5 s) and was killed" in said[0]
-        assert len(workers.pids) == 2 and victim not in workers.pids
-        assert answers(target)
+        until(lambda: any("worker 0 serves again" in line for line in said))
+        assert any(f"worker 0 (process {victim}) hung (no answer for 5 s) and was killed" in line for line in said)
+        until(lambda: len(workers.pids) == 2 and victim not in workers.pids)
+        until(lambda: all_answer(target))  # on a busy machine the other one may count as hung too
 
 
 _HANGS = """
@@ -89,8 +91,8 @@ def test_a_worker_of_which_one_thread_hangs_is_replaced(archive: Path, tmp_path:
                 client.lookup({"user": [1]})
         until(lambda: any("serves again" in line for line in said))
         assert "hung (no answer for 5 s) and was killed" in said[0]
-        assert len(before & set(workers.pids)) == 1
-        assert answers(target)
+        assert not before <= set(workers.pids)
+        until(lambda: all_answer(target))
 
 
 def apart(workers: supervisor.Supervisor, admin: AdminClient) -> tuple[WorkerProcess, WorkerProcess]:
@@ -121,9 +123,11 @@ def store(archive: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(store: Path):
+def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+):
     with (
-        supervised("--model-store", store, "--admin", timeout=_NEVER_S) as (workers, target, said),
+        supervised("--model-store", store, "--admin", answer_seconds=5.0) as (workers, target, said),
         AdminClient(target, timeout=60) as admin,
     ):
         one, other = apart(workers, admin)
@@ -133,6 +137,7 @@ def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(s
                 admin.load("tiny", "1")
         finally:
             os.kill(other.process.pid, signal.SIGCONT)
+        monkeypatch.setattr(changes, "_ANSWER_S", _NEVER_S)  # it answers now, as soon as it gets a core
         assert f"worker {other.slot} (process {other.process.pid})" in str(found.value)
         assert versions(one) == versions(other) == ["3"]
         admin.load("tiny", "1")
@@ -140,10 +145,8 @@ def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(s
         assert not said
 
 
-def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(changes, "_ANSWER_S", _NEVER_S)  # the change waits until it is clear that the worker hangs
+def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(store: Path):
+    """The change waits until it is clear that the worker hangs."""
     with (
         supervised("--model-store", store, "--admin", timeout=_TIMEOUT_S) as (workers, target, said),
         AdminClient(target, timeout=120) as admin,
@@ -158,7 +161,7 @@ def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(
 
 def test_a_worker_that_begins_during_a_change_begins_with_it(tmp_path: Path):
     command = [sys.executable, "-c", FAKE, str(tmp_path)]
-    with supervising(lambda port: command, timeout=_NEVER_S) as (workers, _, said):
+    with supervising(lambda port: command) as (workers, _, said):
         made = workers._on_request("change", {"call": "Load", "data": ""})
         until(lambda: (tmp_path / "asked").exists())
         first, second = workers.pids
@@ -175,6 +178,7 @@ def test_a_worker_that_begins_during_a_change_begins_with_it(tmp_path: Path):
 def test_pauses_before_restarts_leave_one_worker_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(supervisor, "_BACKOFF_S", _NEVER_S)
     monkeypatch.setattr(supervisor, "_MAX_BACKOFF_S", _NEVER_S)
+    monkeypatch.setattr(supervisor, "_STEADY_S", _NEVER_S)  # on a slow machine too, no worker has served for long
     command = [sys.executable, "-c", FAKE, str(tmp_path)]
     with supervising(lambda port: command) as (workers, _, said):
         for times in (1, 2, 3):
@@ -182,29 +186,34 @@ def test_pauses_before_restarts_leave_one_worker_running(tmp_path: Path, monkeyp
                 os.kill(pid, signal.SIGKILL)
             until(lambda times=times: sum("serves again" in line for line in said) == times)
             assert len(workers.pids) == 1  # the other one waits
-        assert "the others go on, another starts in 3600 s" in said[0]
-        assert "no other one runs, another starts in 0.5 s" in said[1]
+        lines = "\n".join(said)  # in any order: each of the two that end together has a thread that reports it
+        assert "the others go on, another starts in 3600 s" in lines
+        assert "no other one runs, another starts in 0.5 s" in lines
 
 
-def test_supervisor_that_was_stopped_kills_no_worker(tmp_path: Path):
-    code = (
-        "import json, os, sys\n"
-        "from recinfer.serving.workers.supervisor import Supervisor\n"
-        "supervisor = Supervisor(lambda port: sys.argv[1:], 2, '127.0.0.1', 0, timeout=2, report=print)\n"
-        "supervisor.run(lambda answer: print(json.dumps(supervisor.pids), flush=True))\n"
-    )
-    command = [sys.executable, "-c", code, sys.executable, "-c", FAKE, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            pids = process.stdout.readline()
-            for _ in range(2):
-                stand_still(process.pid)
-                time.sleep(3)
-                os.kill(process.pid, signal.SIGCONT)
-                time.sleep(0.3)
-        finally:
-            process.kill()
-        assert pids and process.stdout.read() == ""
+def test_supervisor_that_was_stopped_kills_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its clock went on meanwhile, and the answers that came are not read yet when it looks."""
+    ahead, looks = [0.0], 0
+    silent_s = WorkerProcess.silent_s
+
+    def before_answers_are_read(worker: WorkerProcess, passed_s: float) -> float:
+        nonlocal looks
+        looks += 1
+        worker._beat = Future()
+        return silent_s(worker, passed_s)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "_MAX_INTERVAL_S", 0.05)
+    monkeypatch.setattr(WorkerProcess, "silent_s", before_answers_are_read)
+    command = [sys.executable, "-c", FAKE, str(tmp_path)]
+    with supervising(lambda port: command, timeout=_NEVER_S) as (workers, _, said):
+        pids = workers.pids
+        for _ in range(2):
+            ahead[0] += 2 * _NEVER_S
+            before = looks
+            until(lambda before=before: looks > before + 4)
+        assert workers.pids == pids and not said
 
 
 def _kill_by_truncation(target: str, folder: Path) -> None:
@@ -234,17 +243,11 @@ def test_workers_whose_mapped_file_was_truncated_say_what_is_wrong_and_come_back
         shutil.copytree(whole, folder)
         until(lambda: said and len(workers.pids) == 2 and "serves again" in said[-1])
         # The other one, which maps what was cut, may have to die first.
-        until(lambda: _all_answer(target))
-
-
-def _all_answer(target: str) -> bool:
-    with suppress(UnavailableError):
-        return answers(target)
-    return False
+        until(lambda: all_answer(target))
 
 
 def test_a_stop_leaves_no_worker_behind_not_even_a_stopped_one(archive: Path):
-    with supervised(archive, grace=1.0, timeout=_NEVER_S) as (workers, _, _):
+    with supervised(archive, grace=1.0) as (workers, _, _):
         pids = workers.pids
         stand_still(pids[0])
     for pid in pids:

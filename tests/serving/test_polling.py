@@ -96,7 +96,13 @@ def followed(store: Path) -> Followed:
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    return messages(caplog, logging.ERROR)
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """recinfer's own of that level: asyncio may log at any time what another test has left."""
+    found = [record for record in caplog.records if record.levelno == level and record.name.startswith("recinfer")]
+    return [record.getMessage() for record in found]
 
 
 class Callers(CallerThreads):

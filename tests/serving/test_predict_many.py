@@ -86,7 +86,7 @@ def test_rows_are_read_as_answers_are_taken(server: Server) -> None:
 
 
 def test_a_server_that_is_gone_is_the_error_of_each_row() -> None:
-    with InferenceClient(f"127.0.0.1:{free_port()}", timeout=2, retries=0) as client:
+    with InferenceClient(f"127.0.0.1:{free_port()}", timeout=60, retries=0) as client:
         found = list(client.predict_many([row(0), row(1)]))
     assert [type(one.error) for one in found] == [UnavailableError] * 2
     assert all(isinstance(one.error, RecinferError) for one in found)

@@ -25,41 +25,16 @@ from recinfer.serving.shards.lookups import MakeLookups
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import asking, write_shards
 from tests.waiting import until
-from tests.warm import RECINFER, Program, run_program
+from tests.warm import RECINFER, Program
 
 _LIMIT = 256
 _LIMITED = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({_LIMIT // 2}, {_LIMIT}))\n{RECINFER}"
 # The client's preface and empty settings: gRPC closes a connection that has not sent them when its handshake times out.
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
-_SIGBUS = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from recinfer.archive import mapping
-from recinfer.archive.reader import open_archive
-mapping.name_files_at_sigbus()
-held = [open_archive(Path(folder)).map_shards(copy=False) for folder in sys.argv[1:3]]
-held.pop(0)  # forgotten; the other stays known
-shard = max((Path(sys.argv[2]) / "shards").iterdir())
-with shard.open("r+b") as file:
-    file.truncate(10)
-for each in held:
-    print(int(each.buffer.sum()))
-"""
-
-
-def test_sigbus_names_the_file_that_was_cut_short(archive: Path, tmp_path: Path):
-    for name in ("one", "two"):
-        shutil.copytree(archive, tmp_path / name)
-    code, _, err = run_program(_SIGBUS, tmp_path / "one", tmp_path / "two")
-    shard = max((tmp_path / "two" / "shards").iterdir())
-    assert code == -signal.SIGBUS
-    (line,) = [line for line in err.splitlines() if "SIGBUS" in line and "Fatal" not in line]
-    assert f" of {shard} was needed, and the file has 10 bytes now: it was cut short or overwritten" in line
 
 
 @pytest.mark.parametrize("role", [[], ["--ranks", "0,1"]])
-def test_a_server_says_which_file_ended_it(archive: Path, tmp_path: Path, role: list[str]):
+def test_a_server_says_where_sigbus_ended_it(archive: Path, tmp_path: Path, role: list[str]):
     shutil.copytree(archive, tmp_path / "a.rqa")
     with Program(RECINFER, "serve", tmp_path / "a.rqa", *role, "--port", 0, "--json") as process:
         port = json.loads(process.stdout.readline())["port"]
@@ -78,7 +53,8 @@ def test_a_server_says_which_file_ended_it(archive: Path, tmp_path: Path, role: 
                 client.lookup(make_request(0, 3)[1])
         _, err = process.communicate()
         assert process.returncode == -signal.SIGBUS
-    assert "SIGBUS: byte " in err and str(tmp_path / "a.rqa" / "shards") in err and "the file has 0 bytes now" in err
+    stack = err.partition("Fatal Python error: Bus error")[2].partition("Current thread")[2]
+    assert "/recinfer/" in stack.partition("\n\n")[0], err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -51,7 +51,7 @@ def named_files() -> set[str]:
 
 def test_a_small_predict_runs_through_the_files_of_the_page(predictor: Predictor) -> None:
     dense, features = make_request(seed=1, batch=2)
-    with Trace() as trace, Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+    with Trace() as trace, Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         for _ in range(3):  # the server learns the order of the keys, and the cost of a run
             client.predict(dense, features)
         until(lambda: sum(server.stats.requests().values()) == 3)

@@ -37,7 +37,7 @@ from tests.certificates import certified, need_openssl, self_signed
 from tests.rotating import Callers, Files
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import asking, shard, write_shards
-from tests.waiting import until
+from tests.waiting import replace_bytes, replace_text, until
 from tests.warm import Program, warm_workers
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
@@ -166,7 +166,7 @@ def test_a_certificate_that_does_not_fit_its_key_changes_nothing(
     mutual: tuple[Server, Path], made: list[Path], caplog: pytest.LogCaptureFixture
 ):
     server, folder = mutual
-    shutil.copy(made[1] / "cert.pem", folder / "cert.pem")
+    replace_bytes(folder / "cert.pem", (made[1] / "cert.pem").read_bytes())  # a part of it would be another failure
     until(lambda: failures(server) >= 1)
     until(lambda: "the certificates stay as they were: TLS: " in caplog.text)
     assert ask(server.http_port, "/v1/models", context_of(made[0]))[0] == 200
@@ -197,7 +197,7 @@ def test_the_end_of_a_reported_failure_is_in_the_log(caplog: pytest.LogCaptureFi
 
     for content in (b"one", b"", b"", b"", b"one", b"one"):
         files.look(lambda content=content: content, use)
-    failed, ended = caplog.records
+    failed, ended = (record for record in caplog.records if record.name == "recinfer.test")
     assert failed.getMessage() == "the tokens stay as they were: token: got 0 lines"
     assert (ended.levelname, ended.getMessage()) == ("WARNING", "the tokens are those in use again")
 
@@ -219,12 +219,12 @@ def test_either_of_two_tokens_is_taken_and_a_bad_file_changes_nothing(
         old.lookup(features)
         with pytest.raises(RecinferError, match="needs a token"):
             new.lookup(features)
-        path.write_text(f"{OLD}\n{NEW}\n")
+        replace_text(path, f"{OLD}\n{NEW}\n")
         until(lambda: security.tokens == (OLD, NEW))
         for client in (old, new, following):
             client.lookup(features)
         for number, bad in enumerate(("", "\n\n", "short\n", f"{OLD}\n{NEW}\n{OLD}\n"), 1):
-            path.write_text(bad)
+            replace_text(path, bad)
             until(lambda number=number: security.figures()["rereads"]["token"]["failed"] >= number)
             for client in (
                 old,
@@ -232,7 +232,7 @@ def test_either_of_two_tokens_is_taken_and_a_bad_file_changes_nothing(
                 *([] if bad == "short\n" else [following]),
             ):  # a client takes a token of any length
                 client.lookup(features)
-        path.write_text(f"{NEW}\n")
+        replace_text(path, f"{NEW}\n")
         until(lambda: security.tokens == (NEW,))
         until(lambda: following._credentials.changed() or NEW in str(following._credentials.metadata))
         following.lookup(features)
@@ -284,7 +284,12 @@ def test_the_asyncio_client_follows_its_files(predictor: Predictor, made: list[P
 # -- rankers
 
 
-def test_a_ranker_follows_the_shard_servers_files(archive: Path, made: list[Path], tmp_path: Path):
+def test_a_ranker_follows_the_shard_servers_files(
+    archive: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "recinfer.serving.shards.replicas._SWITCH_S", 3600.0
+    )  # old connections stay until the new are up
     server_files, ranker_files = tmp_path / "server", tmp_path / "ranker"
     for folder in (server_files, ranker_files):
         folder.mkdir()

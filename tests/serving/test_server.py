@@ -92,7 +92,7 @@ def test_get_model(client: InferenceClient, predictor: Predictor):
 @pytest.mark.parametrize("missing", ["reject", "empty", 7])
 def test_a_model_says_which_features_a_prediction_may_leave_out(archive: Path, tmp_path: Path, missing: str | int):
     predictor = load(copy_with_missing(archive, tmp_path / "tiny.rqa", missing))
-    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         model = client.get_model()
         assert {f.missing for f in model.features} == {f.missing for f in predictor.features} == {missing}
         with grpc.insecure_channel(server.target) as channel:

@@ -89,11 +89,11 @@ def test_each_error_arrives_as_its_class_at_every_client():
     server.start()
 
     async def call_async() -> None:
-        async with AsyncInferenceClient(target, retries=0) as client:
+        async with AsyncInferenceClient(target, retries=0, timeout=60) as client:
             await client.get_model()
 
     def call_blocking() -> None:
-        with InferenceClient(target, retries=0) as client:
+        with InferenceClient(target, retries=0, timeout=60) as client:
             client.get_model()
 
     def call_admin() -> None:

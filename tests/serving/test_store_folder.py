@@ -24,7 +24,7 @@ from recinfer.serving.engine.store_folder import StoreFolder, natural
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.conftest import build_model, export
-from tests.serving.test_polling import Followed, errors, put
+from tests.serving.test_polling import Followed, errors, messages, put
 from tests.serving.v1 import get
 from tests.warm import RECINFER, Program, run_program, warm_workers
 
@@ -51,7 +51,7 @@ def followed(store: Path) -> Followed:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return messages(caplog, logging.WARNING)
 
 
 @pytest.mark.parametrize(("first", "second"), [("1", "01"), ("v1.0", "v1.00"), ("2", "002")])

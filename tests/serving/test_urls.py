@@ -130,10 +130,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_an_archive_by_url_answers_like_its_folder(storage: Storage, archive: Path, tmp_path: Path) -> None:
     dense, features = make_request(4, 3)
     models = ModelsConfig(cache_dir=tmp_path / "cache")
-    with recinfer.serve(ServeConfig((f"{storage.url}/one",), models=models)) as server, server.client() as client:
+    with (
+        recinfer.serve(ServeConfig((f"{storage.url}/one",), models=models)) as server,
+        server.client(timeout=60) as client,
+    ):
         found = client.predict(dense, features)["output"]
         assert files_of(Path(server.config.folders[0])) == files_of(archive)
-    with recinfer.serve(archive) as server, server.client() as client:
+    with recinfer.serve(archive) as server, server.client(timeout=60) as client:
         assert (client.predict(dense, features)["output"] == found).all()
 
 

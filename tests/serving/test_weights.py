@@ -93,7 +93,7 @@ def test_every_protocol_gives_the_same_outputs_by_name(server: Server, predictor
             assert torch.equal(torch.as_tensor(found[name]), expected[name])
 
     check(predictor.predict(None, CASES[case]))
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         check(client.predict(None, CASES[case]))
         check(client.predict(None, kjt()[case]))
         assert torch.equal(client.lookup(CASES[case])["tags"], predictor.lookup(kjt()[case])["tags"])
@@ -114,7 +114,7 @@ def test_a_feature_without_weights_says_so(server: Server, predictor: Predictor)
         IDS | {"user": (IDS["user"], USER_WEIGHTS)},
         r"weights\['user'\]: this feature takes no weights.*more, tags",
     )
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         for ask in (client.lookup, predictor.lookup):
             with pytest.raises(InputError, match=words):
                 ask(wrong)
@@ -131,7 +131,7 @@ def test_metadata_lists_the_weights_that_may_be_sent(server: Server) -> None:
     names = [tensor["name"] for tensor in door.client.get_model_metadata("mixed")["inputs"]]
     door.close()
     assert "tags.weights" in names and "more.weights" in names and "user.weights" not in names
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         assert {f.name: f.weighted for f in client.get_model().features} == {"tags": True, "more": True, "user": False}
 
 

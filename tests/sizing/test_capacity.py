@@ -94,7 +94,7 @@ def test_file_that_is_not_a_capacity_file(tmp_path: Path, text: str, says: str) 
 @pytest.mark.parametrize("call", ["lookup", "predict"])
 def test_each_request_that_is_due_is_sent_and_answered(server: Server, call: str) -> None:
     target = f"127.0.0.1:{server.port}"
-    with InferenceClient(target) as client:
+    with InferenceClient(target, timeout=60) as client:
         model = client.get_model()
     trace = poisson(2000.0, 200, batch=3, ids_per_sample=5.0)
     requests = encode_requests(model, call, trace)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_each_request_that_is_due_is_sent_and_answered(server: Server, call: str
 
 def test_refused_requests_are_counted_by_reason(server: Server) -> None:
     target = f"127.0.0.1:{server.port}"
-    with InferenceClient(target) as client:
+    with InferenceClient(target, timeout=60) as client:
         model = client.get_model()
     good = encode_requests(model, "lookup", poisson(2000.0, 1))
     bad = encode_requests(model, "lookup", poisson(2000.0, 1), name="other")
@@ -121,7 +121,7 @@ def test_refused_requests_are_counted_by_reason(server: Server) -> None:
 
 
 def test_requests_have_the_sizes_of_the_trace(server: Server) -> None:
-    with InferenceClient(f"127.0.0.1:{server.port}") as client:
+    with InferenceClient(f"127.0.0.1:{server.port}", timeout=60) as client:
         model = client.get_model()
     names = [feature.name for feature in model.features]
     trace = Trace(np.array([0.0, 1.0]), np.array([2, 4]), np.array([12, 0]), {names[0]: 3.0, names[1]: 1.0})

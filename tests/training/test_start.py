@@ -23,7 +23,7 @@ from recinfer.training import train
 from recinfer.training.job import TrainJob, run_job
 from recinfer.training.loop import TrainSettings, fit
 from recinfer.training.sources import MemorySource
-from recinfer.training.vocabularies import compare_vocabularies, managed_dlrm
+from recinfer.vocabulary.comparison import compare_vocabularies, managed_dlrm
 
 
 @pytest.fixture(scope="module")

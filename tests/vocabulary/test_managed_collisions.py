@@ -33,8 +33,8 @@ from recinfer.modules.mc_modules import (
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
-from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.mc_slots import murmur_hash3, unsigned_remainder
+from recinfer.modules.remapping import managed_collision_module
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.table import TableVocabulary, segments_of
@@ -188,6 +188,18 @@ def test_settings_that_no_server_supports_are_refused(tmp_path: Path) -> None:
             vocabularies_of(model_of(Other(4, META, DistanceLFU_EvictionPolicy(), 1)), checkpoint)
     finally:
         Other.__mro__[1].__name__ = "MCHManagedCollisionModule"
+
+
+def test_a_state_that_was_never_set_is_refused(tmp_path: Path) -> None:
+    arguments = HASHED["any-id"]
+    hashed = HashZchManagedCollisionModule(device=torch.device("cpu"), is_inference=True, **arguments).state_dict()
+    for model, state in ((sorted_model(), stored("segments-2")), (hashed_model(arguments), hashed)):
+        zeros = {key: torch.zeros_like(value) for key, value in state.items()}
+        zeros |= {key: value for key, value in state.items() if key == HashZchManagedCollisionModule.BUCKET_BUFFER}
+        with pytest.raises(
+            CheckpointError, match=r"managed collisions of table 't' have a state of zeros alone; .* before saving"
+        ):
+            vocabularies_of(model, checkpoint_of(tmp_path, zeros))
 
 
 class Ranker(nn.Module):

@@ -41,7 +41,7 @@ def test_every_protocol_takes_raw_ids(tmp_path: Path) -> None:
     dense = np.random.default_rng(0).normal(size=(2, NUM_DENSE)).astype(np.float32)
     expected = load(archive.root).predict(torch.from_numpy(dense), ids)["output"].numpy()
     with recinfer.serve(archive.root, http_port=0, metrics_port=0) as server:
-        client = server.client()
+        client = server.client(timeout=60)
         assert np.array_equal(np.asarray(client.predict(dense, ids)["output"]), expected)
         body = {"instances": [{"dense": dense[at].tolist(), **{k: v[at] for k, v in ids.items()}} for at in range(2)]}
         found = posted(f"{server.url}/v1/models/small:predict", body)["predictions"]

@@ -25,7 +25,6 @@ from recinfer.archive.reader import open_archive
 from recinfer.archive.tensors import pack_tensors, unpack_tensors
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
-from recinfer.cli.vocabularies import read_vocabularies
 from recinfer.columns import as_features, strings_of
 from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
@@ -42,6 +41,7 @@ from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from recinfer.vocabulary import strings as own
 from recinfer.vocabulary.index import HEADER_BYTES, build_index
 from recinfer.vocabulary.info import StringInfo
+from recinfer.vocabulary.options import read_vocabularies
 from recinfer.vocabulary.plain import id_vocabularies
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
 from recinfer.vocabulary.table import TableVocabulary, even_segments
@@ -378,7 +378,7 @@ def test_every_protocol_takes_strings(served_archive: Served) -> None:
     rows["f_cat"][0] = [3, 4, 2, 296]
     expected = predictor.predict(dense, rows)["output"].numpy()
     with recinfer.serve(root, http_port=0, metrics_port=0) as server, grpc.insecure_channel(server.target) as channel:
-        client = server.client()
+        client = server.client(timeout=60)
         assert np.array_equal(np.asarray(client.predict(dense, strings)["output"]), expected)
         assert set(client.get_model().string_features) == set(STRINGS)
         scored = client.predict_many(

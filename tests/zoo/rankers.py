@@ -205,6 +205,27 @@ class WeightedAndPlain(nn.Module):
         return self.top(torch.cat([self.plain(ids).values(), self.weighted(ids).values()], 1))
 
 
+class DecayedWeights(nn.Module):
+    """Weights of ids that forward computes: from the weights of requests, and from the age of each id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicks, self.buys = bags("seen", "clicked", weighted=True), bags("bought", "returned", weighted=True)
+        self.top = mlp(4 * DIM, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        bought, returned = d.bag("bought", 40), d.bag("returned", 40)
+        ages = [d.bag(f"age_{bag.name}", 0, like=bag, kind=torch.float32) for bag in (bought, returned)]
+        seen = d.kjt(d.bag("seen", 40, weighted=True), d.bag("clicked", 40, weighted=True))
+        return seen, d.kjt(bought, returned), d.kjt(*ages)
+
+    def forward(self, seen: KeyedJaggedTensor, ids: KeyedJaggedTensor, ages: KeyedJaggedTensor) -> Tensor:
+        pairs = (seen, 1 / (1 + seen.weights())), (ids, torch.exp(-ages.values().abs()))
+        weighted = [KeyedJaggedTensor(k.keys(), k.values(), weights, lengths=k.lengths()) for k, weights in pairs]
+        return self.top(torch.cat([self.clicks(weighted[0]).values(), self.buys(weighted[1]).values()], 1))
+
+
 class FeatureProcessed(nn.Module):
     """Position weights, by TorchRec's FeatureProcessedEmbeddingBagCollection."""
 

@@ -120,6 +120,14 @@ def nothing(self, ids, dense, x):
     return {}
 
 
+def complex_numbers(self, ids, dense, x):
+    return {"waves": torch.exp(1j * x)}
+
+
+def ids_again(self, ids, dense, x):
+    return x, ids
+
+
 def plain(self, ids, dense, x):
     return self.drop(x)
 
@@ -142,6 +150,8 @@ FORWARDS = [
     (columns, r"in columns: `return x .* is invalid for input of size .*; a view of several values as one row needs as many values"),
     (sample_rows, r"in sample_rows: .* needs as many values in each sample of the example batch; pad them .*to_padded_dense\(N\)"),
     (nothing, "forward returns no tensor"),
+    (complex_numbers, "returns complex numbers as 'waves'; return torch.view_as_real"),
+    (ids_again, "returns a KeyedJaggedTensor as 'output_1'; expected a tensor"),
 ]
 # fmt: on
 
@@ -173,11 +183,17 @@ def rows_a_value() -> tuple[Any, ...]:
     return ids, torch.ones(ids["hist"].values().shape[0], 2)
 
 
+def row_of_each_value(batch: int = 6) -> tuple[Any, ...]:
+    ids, _ = draw(batch)
+    return ids, torch.ones(ids.values().shape[0], 2)
+
+
 # fmt: off
 BATCHES = [
     ("one sample", (draw(1),), "has 1 sample; give at least 2"),
     ("no samples", (draw(0),), "has 0 samples; give at least 2"),
     ("NaN", (with_nan(),), "has NaN or infinity in dense"),
+    ("complex", ((draw()[0], torch.ones(6, 2, dtype=torch.complex64)),), "dense has complex numbers; give torch.view_as_real"),
     ("other dtypes", (draw(), (draw(7)[0], draw(7)[1].double())), "differ in more than sizes: dense .*float32.*float64"),
     ("other features", (draw(), (draw(7)[0].split([1, 1])[0], draw(7)[1])), "differ in more than sizes: ids"),
     ("three batches", (draw(), draw(), draw()), "got 3 example batches"),
@@ -187,6 +203,8 @@ BATCHES = [
     ("no ids", ((torch.ones(6, 2), torch.ones(4, 2)),), "has 6 rows in ids, 4 rows in dense, and no ids to tell .*two example"),
     ("rows a sample", ((draw()[0], torch.ones(12, 2)),), "dense has 12 rows, 2 for each of 6 samples, .*give two example"),
     ("rows a value", (rows_a_value(),), r"dense has \d+ rows, as many as ids\['hist'\] has values, .*give two example"),
+    ("rows of all values", (row_of_each_value(),), r"dense has \d+ rows, as many as ids has values, .*give two .* or as the weights of ids"),
+    ("rows of all values, twice", (row_of_each_value(), row_of_each_value(9)), "dense has as many rows as ids has values; give .* as a JaggedTensor, or as the weights of ids"),
     ("a feature is missing", ((draw()[0].split([1, 1])[0], draw()[1]),), "'ec' reads feature 'hist'; .* has 'user'"),
     ("an outer list", ([draw()[0], draw()[1]],), "give a tuple of its arguments"),
 ]

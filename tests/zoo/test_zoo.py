@@ -130,6 +130,12 @@ KINDS = [
     Kind(r.DenseKeyedTensor, ("price", "image")),
     Kind(r.DataclassBatch, ("price", "stats"), int8=True),
     Kind(r.WeightedAndPlain),
+    Kind(
+        r.DecayedWeights,
+        ("age_bought", "age_returned"),
+        as_long_as={"age_bought": "bought", "age_returned": "returned"},
+        computed=("seen", "clicked", "bought", "returned"),
+    ),
     Kind(r.FeatureProcessed),
     Kind(r.MMoE, batches=0),
     Kind(r.PLE),

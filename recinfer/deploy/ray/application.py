@@ -8,12 +8,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
-from recinfer.archive.mapping import name_files_at_sigbus
 from recinfer.deploy.ray.records import Records
 from recinfer.deploy.ray.spec import Deployment, Kind
 from recinfer.errors import RecinferError, UnavailableError
@@ -41,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Agent:
-    """Runs one server in this process until ``stop``, and keeps its record, and a ranker's shards.json and version, up to
-    date in threads of its own.
+    """Runs one server in this process until ``stop``, and keeps its record, and a ranker's shards.json, up to date
+    in a thread of its own.
 
     Args:
         deployment, kind: names of the deployment and of the kind of the server.
@@ -62,7 +60,7 @@ class Agent:
         self._records = records
         self._name = deployment
         self._spec = records.deployment(deployment)
-        self._kind = self._spec.kind(kind)
+        self._kind = next(each for each in self._spec.kinds if each.name == kind)
         self.server, port = records.claim(deployment, kind, actor, host)
         self.server.pid = os.getpid()
         self._shards = folder / f"recinfer-{deployment}-{self.server.name}.json"
@@ -75,9 +73,8 @@ class Agent:
         while self.server.state != "serving":
             self._step()
             time.sleep(_PERIOD_S / 4)
-        self._thread = self._each_second(self._step)
-        if not self._kind.ranks and self._spec.store is not None:
-            self._each_second(self._follow)  # in another thread, since loading takes long
+        self._thread = threading.Thread(target=self._run, name="recinfer-agent", daemon=True)
+        self._thread.start()
 
     def check_health(self) -> None:
         """Return once the server responds."""
@@ -100,7 +97,6 @@ class Agent:
         """The server, on ``port`` if it is free; a ranker's starts once every group of ranks has had a server."""
         while not self._kind.ranks and not self._list():
             time.sleep(_PERIOD_S)
-            self._spec = self._records.deployment(self._name)
         try:
             return RunningServer(self._spec.config(self._kind, self.server.host, port, self._shards), self._report)
         except UnavailableError:
@@ -113,22 +109,16 @@ class Agent:
         _log.info("%s: %s", self.server.name, line)
         self.server.why = line
 
-    def _each_second(self, work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            while not self._stopping.wait(_PERIOD_S):
-                try:
-                    work()
-                except Exception:  # the next time it may succeed
-                    _log.exception("%s: %s failed", self.server.name, work.__name__)
-
-        thread = threading.Thread(target=run, name="recinfer-agent", daemon=True)
-        thread.start()
-        return thread
+    def _run(self) -> None:
+        while not self._stopping.wait(_PERIOD_S):
+            try:
+                self._step()
+            except Exception:  # the next time it may succeed
+                _log.exception("%s: its record is not up to date", self.server.name)
 
     def _step(self) -> None:
         """Bring a ranker's shards.json and the record up to date."""
         server, ready = self.server, self._running.ready
-        self._spec = self._records.deployment(self._name)
         if not self._kind.ranks:
             self._list()
         status = self._running.status()
@@ -157,18 +147,6 @@ class Agent:
             self._written = text
         return True
 
-    def _follow(self) -> None:
-        """Switch to the deployment's version, which a rollout loaded unless the ranker started meanwhile, and unload the
-        versions before the previous one."""
-        spec = self._spec
-        if self.server.version == spec.version:
-            return
-        with spec.admin(self.server.address) as admin:
-            loaded = admin.load(spec.model, spec.version)[spec.model]
-            admin.set_default(spec.model, spec.version)
-            for version in loaded.keys() - {spec.version, spec.previous}:
-                admin.unload(spec.model, version)
-
 
 class ServerReplica(Agent):
     """The class of all Serve deployments. Serve calls all its methods.
@@ -187,7 +165,6 @@ class ServerReplica(Agent):
         # This process runs the server alone, so it gets the settings of `recinfer serve`.
         env.share_heaps()
         raise_open_files()
-        name_files_at_sigbus()
         tune_process()
         show_changes()
         super().__init__(Records(), deployment, kind, actor, ray.util.get_node_ip_address(), folder)

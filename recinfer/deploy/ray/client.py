@@ -8,17 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from recinfer.deploy.ray.records import NAMESPACE, Records, Server, status_of
+from recinfer.deploy.ray.records import NAMESPACE, Records, status_of
 from recinfer.deploy.ray.spec import Deployment
-from recinfer.errors import ConfigError, InputError, RecinferError, UnavailableError
+from recinfer.errors import ConfigError, UnavailableError
 
-__all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
+__all__ = ["connected", "deploy", "down", "rankers", "scale", "status", "wait_until_ready"]
 
 _REACH_S = 3.0
-_SWITCH_S, _LOOK_S = 60.0, 0.1
 
 
 @contextmanager
@@ -58,16 +56,9 @@ def deploy(spec: Deployment) -> None:
     """Create a deployment, whose servers then start. Raises ConfigError if a deployment of that name exists."""
     import ray
 
-    if spec.name in deployments():
-        raise ConfigError(
-            f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
-        )
+    if spec.name in Records().names():
+        raise ConfigError(f"deployment {spec.name!r} exists already: remove it (--down), or give another --name")
     _run(replace(spec, nodes=sum(node["Alive"] for node in ray.nodes())))
-
-
-def deployments() -> list[str]:
-    """Names of the deployments of the cluster."""
-    return Records().names()
 
 
 def status(name: str | None) -> dict[str, Any]:
@@ -101,8 +92,9 @@ def _reason(message: str) -> str:
 
 def rankers(name: str | None = None) -> list[str]:
     """Addresses of a deployment's serving rankers, as ``host:port``, without a call to Serve. Raises as ``status`` does."""
-    records = Records()
-    return sorted(ranker.address for ranker in _serving_rankers(records, records.deployment(name)))
+    spec = Records().deployment(name)
+    found: list[str] = status_of(spec, Records().servers(spec.name))["rankers"]
+    return found
 
 
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
@@ -110,63 +102,11 @@ def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     _run(Records().deployment(name).scaled(shards, rankers))
 
 
-def roll(name: str | None, archive: Path | None) -> str:
-    """Switch to another version in the same model store (None: the previous one) and return the served version.
-
-    All rankers load the version through their shard servers. Then the deployment's record names it, and each ranker's
-    replica, which reads the record every second, switches. If one does not load it, the others unload it.
-
-    Raises:
-        NotFoundError: as ``status``.
-        ConfigError: there is no store, ``archive`` is in another one, or there is no previous version.
-        InputError: a ranker did not load the version; the served version is unchanged.
-        UnavailableError: no ranker serves.
-    """
-    records = Records()
-    spec = records.deployment(name)
-    if spec.store is None:
-        raise ConfigError(
-            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.model}/VERSION"
-        )
-    if archive is not None and archive.parent != spec.archive.parent:
-        raise ConfigError(f"{archive}: expected an archive at {spec.archive.parent}/VERSION, which {spec.name} serves")
-    wanted = spec.previous if archive is None else archive.name
-    if wanted is None:
-        raise ConfigError(f"rollback: {spec.name} has served only version {spec.version}; there is no previous version")
-    if wanted == spec.version:
-        return wanted
-    if not (found := _serving_rankers(records, spec)):
-        raise UnavailableError(f"no ranker is serving, so none can load version {wanted!r}; nothing changed")
-    loaded: list[Server] = []
-    try:
-        for ranker in found:  # one at a time, so that callers reach the others
-            with spec.admin(ranker.address) as admin:
-                admin.load(spec.model, wanted)
-            loaded.append(ranker)
-    except BaseException as error:  # also Ctrl-C
-        for other in loaded if wanted != spec.previous else ():
-            with suppress(RecinferError), spec.admin(other.address) as admin:
-                admin.unload(spec.model, wanted)
-        if isinstance(error, RecinferError):
-            raise InputError(f"{ranker.name} on {ranker.host}: {error}") from None
-        raise
-    records.save(replace(records.deployment(spec.name), version=wanted, previous=spec.version))
-    end = time.monotonic() + _SWITCH_S
-    while time.monotonic() < end and any(ranker.version != wanted for ranker in _serving_rankers(records, spec)):
-        time.sleep(_LOOK_S)
-    return wanted
-
-
-def _serving_rankers(records: Records, spec: Deployment) -> list[Server]:
-    """The serving rankers by name."""
-    servers = records.servers(spec.name)
-    return [server for server in servers if server.state == "serving" and not spec.kind(server.kind).ranks]
-
-
-def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
+def wait_until_ready(name: str | None, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
     """Wait until all servers serve, and return the status.
 
     Args:
+        name: as of ``status``.
         seconds: timeout.
         report: called with a line of text when the reason for waiting changes.
 
@@ -195,7 +135,7 @@ def down(name: str | None) -> str:
     with suppress(serve.exceptions.RayServeException):  # Serve has been shut down
         serve.delete(name)
     Records().forget(name)
-    if not deployments() and not serve.status().applications:
+    if not Records().names() and not serve.status().applications:
         serve.shutdown()
     return name
 

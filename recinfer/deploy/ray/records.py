@@ -151,13 +151,13 @@ def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
         mine, role = [server for server in servers if server.kind == kind.name], "shard" if kind.ranks else "ranker"
         ready &= kind.least <= len(mine) <= kind.most and all(server.state == "serving" for server in mine)
         shown += [{**asdict(each), "address": each.address, "role": role, "ranks": list(kind.ranks)} for each in mine]
+    rankers = [each for each in shown if each["role"] == "ranker"]
     return {
         "name": spec.name,
         "model": spec.model,
-        "version": spec.version,
-        "previous": spec.previous,
+        "version": ", ".join(sorted({ranker["version"] for ranker in rankers} - {""})),
         "ready": ready,
         "why": [f"{server.name} on {server.host}: {server.why}" for server in servers if server.why],
-        "rankers": sorted(each["address"] for each in shown if each["role"] == "ranker" and each["state"] == "serving"),
+        "rankers": sorted(ranker["address"] for ranker in rankers if ranker["state"] == "serving"),
         "servers": shown,
     }

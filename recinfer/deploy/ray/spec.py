@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recinfer.errors import ConfigError
-from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.config import AddressConfig, ModelsConfig, RoleConfig, SecurityConfig, ServeConfig, TablesConfig
 
 __all__ = ["Deployment", "Kind"]
 
-_LOAD_S = 600.0  # loading reads and checks a whole archive
+_POLL_S = 2.0  # between two looks of a ranker at the file and the store
 
 
 @dataclass(frozen=True)
@@ -64,23 +63,22 @@ class Deployment:
 
     Attributes:
         name: name of the deployment and prefix of all names; ``model``: name of the model.
-        archive: absolute folder of the first version, on every node.
-        version: the served version: a folder's name in the store, or the manifest's without a store.
+        archive: absolute folder on every node.
         kinds: the groups of ranks, then the rankers.
-        previous: the version served before, None if there was none.
+        model_config: file on every node that chooses versions of the archive's store, which rankers follow; None: the archive
+            alone is served.
         nodes: number of nodes, over which the servers of a kind are spread.
         cpus: CPUs per server, used only for placement.
         cool_down: seconds of low load before a server is removed.
         security: token and TLS of all servers; PEM files are at the same absolute path on every node.
-        clients: TLS of the servers' clients, as settings of shards.json and arguments of AdminClient: ``tls_ca`` and such.
+        clients: TLS of rankers' calls, as settings of shards.json: ``tls_ca`` and such.
     """
 
     name: str
     model: str
     archive: Path
-    version: str
     kinds: tuple[Kind, ...]
-    previous: str | None = None
+    model_config: Path | None = None
     nodes: int = 1
     cpus: float = 1.0
     cool_down: float = 300.0
@@ -89,12 +87,8 @@ class Deployment:
 
     @property
     def store(self) -> Path | None:
-        """The folder of ``<model>/<version>/`` that the archive is in; None: it is in none, and the version cannot change."""
+        """The folder of ``<model>/<version>/`` that the archive is in; None: it is in none."""
         return self.archive.parent.parent if self.archive.parent.name == self.model else None
-
-    def kind(self, name: str) -> Kind:
-        """The kind of that name."""
-        return next(kind for kind in self.kinds if kind.name == name)
 
     def scaled(self, shards: int | None, rankers: int | None) -> Deployment:
         """With other numbers of shard servers per group and of rankers. Raises ConfigError."""
@@ -102,15 +96,17 @@ class Deployment:
 
     def config(self, kind: Kind, host: str, port: int, shards: Path) -> ServeConfig:
         """The settings of a server; a ranker reads ``shards``."""
+        chosen, is_ranker = self.model_config, not kind.ranks
         return ServeConfig(
-            archives=(self.archive if self.store is None else self.store / self.model / self.version,),
+            archives=(self.archive,) if chosen is None else (),
             address=AddressConfig(host, port, metrics_port=0),
             tables=TablesConfig(preload=bool(kind.ranks)),
-            models=ModelsConfig(model_store=self.store, admin=not kind.ranks and self.store is not None),
+            models=ModelsConfig(
+                model_store=self.store,
+                poll=_POLL_S if is_ranker and chosen is not None else None,
+                model_config=chosen,
+                admin=is_ranker and self.store is not None,
+            ),
             security=self.security,
             role=RoleConfig(kind.ranks) if kind.ranks else RoleConfig(shards=shards),
         )
-
-    def admin(self, address: str) -> AdminClient:
-        """A client of the admin service of the ranker at ``address``."""
-        return AdminClient(address, timeout=_LOAD_S, token=self.security.token or "", **self.clients)

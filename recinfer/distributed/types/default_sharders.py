@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from recinfer.distributed.types.sharders import ModuleSharder
+from recinfer.modules.remapping import SHARDERS
 
 __all__ = ["get_default_sharders", "get_module_to_default_sharders"]
 
@@ -16,8 +17,7 @@ _SHARDERS = (
     ("recinfer.distributed.embeddingbag", "EmbeddingBagCollectionSharder"),
     ("recinfer.distributed.fp_embeddingbag", "FeatureProcessedEmbeddingBagCollectionSharder"),
     ("recinfer.distributed.embedding", "EmbeddingCollectionSharder"),
-    ("recinfer.distributed.mc_embeddingbag", "ManagedCollisionEmbeddingBagCollectionSharder"),
-    ("recinfer.distributed.mc_embedding", "ManagedCollisionEmbeddingCollectionSharder"),
+    *SHARDERS,
     ("recinfer.distributed.quant_embeddingbag", "QuantEmbeddingBagCollectionSharder"),
     ("recinfer.distributed.quant_embedding", "QuantEmbeddingCollectionSharder"),
 )

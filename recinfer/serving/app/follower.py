@@ -51,12 +51,21 @@ class StoreFollower:
         except ConfigError:
             if not is_worker:  # a restarted worker serves the versions of the other workers
                 raise
+        self._takes_one = is_ranker or config.role.ranks is not None
         if self._poller is not None and not is_worker:
             self._loop = PollLoop(self._poller, models.poll)
 
     def choose(self, model: str, versions: list[str]) -> list[str]:
-        """The subset of ``versions`` of a model that may be served first."""
-        return versions if self._poller is None else self._poller.choice(model).of(versions)
+        """The subset of ``versions`` of a model that may be served first.
+
+        A ranker and a shard server begin with the first of them that is sound: one that requests go to, if there are any, as
+        rankers have not tried the others.
+        """
+        if self._poller is None:
+            return versions
+        choice = self._poller.choice(model)
+        found = choice.of(versions)
+        return sorted(found, key=lambda version: not choice.weights.get(version)) if self._takes_one else found
 
     def begin(self, registry: ModelRegistry) -> None:
         """Set labels and weights before models are served, see StorePoller.begin."""

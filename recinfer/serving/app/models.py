@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from recinfer.archive.manifest import engine_text
+from recinfer.inference.predictor import Predictor
 from recinfer.serving.app.follower import StoreFollower
 from recinfer.serving.app.loading import load_models, open_store
 from recinfer.serving.app.ranker import fan_out_of, serve_when_reachable
@@ -58,7 +59,7 @@ class ModelService:
         state = None if link is None else link.restore
         store = open_store(config, self._fan_out)
         self._models = load_models(config, self._fan_out, store, state, follower.choose)
-        registry = ModelRegistry(self._models)
+        registry = self._registry = ModelRegistry(self._models)
         if state is None:
             follower.begin(registry)
         manager = None if store is None else StoreManager(registry, store, state)
@@ -131,11 +132,20 @@ class ModelService:
         """Start the work next to the server, which takes requests."""
         on_ready(self._ready())  # first: a ranker's next lines say whether it has its shards
         if self._fan_out is not None:
-            predictors = [model.predictor for model in self._models]
             serve_when_reachable(
-                predictors, self._fan_out, self._report, self.server.set_serving, self._stopped, self._follower.look
+                self._predictors,
+                self._fan_out,
+                self._report,
+                self.server.set_serving,
+                self._stopped,
+                self._follower.look,
             )
         self._follower.start()
+
+    def _predictors(self) -> list[Predictor]:
+        """The predictors of all versions that are served by now."""
+        registry = self._registry
+        return [model.predictor for name in registry.names() for model in registry.versions(name).values()]
 
     def _reload(self) -> None:
         """Read shards.json and the model store again; safe to call from a signal handler."""

@@ -85,7 +85,7 @@ def version_in(store: ModelStore | None, archive: Path) -> str:
 
 
 def serve_when_reachable(
-    predictors: list[Predictor],
+    predictors: Callable[[], list[Predictor]],
     fan_out: FanOut,
     report: Report,
     set_serving: Callable[[bool], None],
@@ -96,15 +96,14 @@ def serve_when_reachable(
     SERVING.
 
     Args:
+        predictors: returns those of the served versions, which change while the server follows its store.
         look: loads the other versions of the store to serve, until its argument is set.
     """
 
     def check() -> None:
-        for predictor in predictors:
-            lookups = predictor.state.lookups
-            assert isinstance(lookups, RemoteLookups), "a ranker's rows are on shard servers"
-            if not _wait_for_shards(lookups, fan_out, report, stopped):
-                return
+        if not _wait_for_shards(predictors, fan_out, report, stopped):
+            return
+        for predictor in predictors():
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()
@@ -127,14 +126,26 @@ def serve_when_reachable(
     return thread
 
 
-def _wait_for_shards(lookups: RemoteLookups, fan_out: FanOut, report: Report, stopped: threading.Event) -> bool:
-    """Wait until each rank of ``lookups`` has a replica; returns False if ``stopped`` is set first."""
+def _wait_for_shards(
+    predictors: Callable[[], list[Predictor]], fan_out: FanOut, report: Report, stopped: threading.Event
+) -> bool:
+    """Wait until each rank of the predictors has a replica; returns False if ``stopped`` is set first."""
     shown = ""
-    while missing := fan_out.pool.unreachable(lookups.ranks, lookups.spec.key):
-        where = "; ".join(f"rank {rank}: {fan_out.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
+    while missing := [at for predictor in predictors() for at in _unreachable(predictor, fan_out)]:
+        where = "; ".join(missing)
         if where != shown:
             shown = where
             report(f"not serving yet, waiting for shards: {where}")
         if stopped.wait(_LOOK_S):
             return False
     return True
+
+
+def _unreachable(predictor: Predictor, fan_out: FanOut) -> list[str]:
+    """The ranks of a predictor without a replica, each with the addresses that were tried."""
+    lookups = predictor.state.lookups
+    assert isinstance(lookups, RemoteLookups), "a ranker's rows are on shard servers"
+    key = lookups.spec.key
+    return [
+        f"rank {rank}: {fan_out.pool.addresses(rank, key)}" for rank in fan_out.pool.unreachable(lookups.ranks, key)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_service", "serve_until_signal"]
 
+_STDERR = 2  # file descriptor
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,9 @@ def serve_until_signal(
         ArchiveError: an archive breaks a rule of its format, or answers a golden request wrongly.
         UnavailableError: an address cannot be bound.
     """
+    faulthandler.enable(
+        _STDERR
+    )  # a mapped file that is cut short ends the process by SIGBUS, which itself prints nothing
     if config.address.log_json:
         from recinfer.serving.server.telemetry.observe import log_as_json
 
@@ -50,7 +55,7 @@ def serve_until_signal(
         show_changes()
     security = config.security.read(worker=worker)
     config, cached = with_local_archives(config, report)  # kept for as long as the server runs
-    load_service(config, security, report, worker=worker, debug=debug, names_files=True).run(on_ready)
+    load_service(config, security, report, worker=worker, debug=debug).run(on_ready)
     del cached
 
 
@@ -61,23 +66,14 @@ def load_service(
     *,
     worker: bool = False,
     debug: bool = False,
-    names_files: bool = False,
 ) -> Service:
-    """The server of the configuration's role, with its models loaded.
-
-    Args:
-        names_files: name an unreadable file before the process ends by SIGBUS; sets a signal handler of the process.
-    """
+    """The server of the configuration's role, with its models loaded."""
     security.check_host(config.address.host)
     security.credentials()  # fails for a missing file before any table is read
     if config.models.workers > 1 and not worker:
         from recinfer.serving.app.workers import WorkersService
 
         return WorkersService(config, security, report, debug=debug)
-    if names_files:
-        from recinfer.archive.mapping import name_files_at_sigbus
-
-        name_files_at_sigbus()
     if config.role.ranks is not None:
         from recinfer.serving.app.shards import ShardService
 

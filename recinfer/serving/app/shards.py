@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recinfer.errors import ConfigError
+from recinfer.serving.app.follower import StoreFollower
 from recinfer.serving.app.remote_archives import refresh_or_go_on, store_mirror
 from recinfer.serving.app.service import Ready, ReadyRanks
 from recinfer.serving.config import ServeConfig
@@ -79,7 +80,7 @@ class ShardService:
 
 
 def _load(config: ServeConfig) -> ShardTables:
-    """The ranks in the archives of the configuration; without archives, in the newest version of each model of the store."""
+    """The ranks in the archives of the configuration; without archives, in one version of each model of the store."""
     assert config.role.ranks is not None
     archives, store, deltas = config.folders, config.models.store, config.models.deltas
     if not archives and store is None:
@@ -100,7 +101,9 @@ def _load(config: ServeConfig) -> ShardTables:
     if archives or store is None:
         paths = [added(path) for path in archives]
     else:
-        paths = ModelStore(store).newest_of_all(tables.add_of_store, UNSOUND)
+        paths = ModelStore(store).newest_of_all(
+            tables.add_of_store, UNSOUND, choose=StoreFollower(config, is_worker=False).choose
+        )
     if deltas and len(paths) != 1:
         raise ConfigError(f"--delta: got {len(paths)} archives; a delta applies to exactly one archive")
     if deltas:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from recinfer import env
-from recinfer.archive.strict_json import build
 from recinfer.serving.app.remote_archives import store_mirror
 from recinfer.serving.app.service import Ready, ReadyModels, Report
 from recinfer.serving.config import ServeConfig
@@ -26,6 +25,7 @@ from recinfer.serving.server.telemetry.metrics_http import metrics_server
 from recinfer.serving.wire.address import hold_address
 from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.workers.supervisor import Supervisor
+from recinfer.strict_json import build
 
 __all__ = ["WorkersService", "worker_command"]
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from recinfer.archive.mapping import name_files_at_sigbus
 from recinfer.serving.server.tuning import tune_process
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ def serve(
         on_hangup: called at each SIGHUP, which ends the process when this is None.
         stop: ends serving when it is set, as a signal does.
     """
-    name_files_at_sigbus()
     tune_process()
     # A signal handler runs in this thread, between any two of its steps. A handler that sets an Event could wait forever for
     # the Event's lock, which this thread may hold. Appending takes no lock.

@@ -452,11 +452,10 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
     }
 }
 
-/* `there`: a bit for each bag that has a row; NULL: all have. Read eight bytes at a time: a branch for
-   each bag would be unpredictable. */
-INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t format, int64_t adds,
-                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
-    const int64_t size = row_size(width, format);
+/* `width` columns from `column` on of rows of `size` bytes. `there`: a bit for each bag that has a row; NULL: all have. Read
+   eight bytes at a time: a branch for each bag would be unpredictable. */
+INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t size, int64_t column, int64_t width, int64_t format,
+                            int64_t adds, float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     for (int64_t first = 0; first < batch; first += 64) {
         const int64_t count = batch - first < 64 ? batch - first : 64;
         const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
@@ -470,17 +469,18 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
         for (; left; left &= left - 1, row += size) {
             for (int64_t i = 0; i < width; i++)
                 vector[i] = 0.0f;
-            add_row(row, width, format, vector);
-            put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
+            add_columns(row, column, width, format, vector);
+            put_vector(vector, width, adds, out + 4 * ((first + __builtin_ctzll(left)) * columns + column));
         }
     }
 }
 
-#define PUT(WIDTH, FORMAT, VECTOR) put_rows(there, row, WIDTH, FORMAT, pair->adds, VECTOR, to, columns, batch)
+#define PUT(FIRST, WIDTH, FORMAT, VECTOR) \
+    put_rows(there, row, row_size(pair->width, FORMAT), FIRST, WIDTH, FORMAT, pair->adds, VECTOR, to, columns, batch)
 
-/* Add a packed answer, whose size `is_pack` has checked, to `out`; `vector`: scratch for the widest pair. */
-WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
-                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+/* Add a packed answer, whose size `is_pack` has checked, to `out`. */
+WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs, uint8_t *out,
+                            int64_t columns, int64_t batch) {
     const uint8_t *from = packed + num_pairs, *end = packed + size;
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
@@ -489,10 +489,7 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
         from += kind_bytes(packed[p], pair, batch, from, end - from);
         if (pair->to < 0 || packed[p] == EMPTY)
             continue;
-        if (packed[p] == SUMS)
-            PUT(pair->width, FP32_ROWS, vector);
-        else
-            BY_ROW(PUT, pair->width, pair->format, vector);
+        BY_ROW(PUT, pair->width, packed[p] == SUMS ? FP32_ROWS : pair->format)
     }
 }
 
@@ -513,26 +510,18 @@ static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs
 static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
-    int64_t widest = 1;
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
         if (!is_pair(pair, batch) || pair->to < -1 || (pair->to >= 0 && pair->to > columns - pair->width)) {
             PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
             return 0;
         }
-        widest = pair->width > widest ? pair->width : widest;
     }
     if (!is_pack(packed, pairs, num_pairs, batch)) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
         return 0;
     }
-    float *vector = PyMem_Malloc((size_t)widest * sizeof *vector);
-    if (vector == NULL) {
-        PyErr_NoMemory();
-        return 0;
-    }
-    put_packed(packed->buf, packed->len, pairs, num_pairs, vector, out, columns, batch);
-    PyMem_Free(vector);
+    put_packed(packed->buf, packed->len, pairs, num_pairs, out, columns, batch);
     return 1;
 }
 

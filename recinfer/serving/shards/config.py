@@ -11,15 +11,15 @@ import json
 import re
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import grpc
 
-from recinfer.archive.strict_json import loads
-from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.errors import ConfigError, InputError
 from recinfer.serving.wire.tls import credentials_of, load_pem, read_token
+from recinfer.strict_json import build, loads, raising_config_error
 
 __all__ = ["ShardCredentials", "ShardsConfig", "ShardsSettings", "read_shards", "shards_json"]
 
@@ -51,7 +51,7 @@ class ShardsSettings:
     hedge_budget: float = 0.1
     timeout_seconds: float = 5.0
     prepare_seconds: float = 600.0
-    missing: str | None = None
+    missing: Literal["error", "default_rows"] | None = None
     half: bool = False
     token_file: str | None = None
     tls_ca: str | None = None
@@ -66,16 +66,18 @@ class ShardsSettings:
             ("prepare_seconds", 1.0, 86_400.0),
         ):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not low <= value <= high:
+            if not low <= value <= high:
                 raise ConfigError(f"shards: {name}: got {value!r}, expected a number from {low:g} to {high:g}")
-        for name in ("hedge", "half"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"shards: {name}: got {getattr(self, name)!r}, expected true or false")
-        if self.missing not in (None, "error", "default_rows"):
-            raise ConfigError(f"shards: missing: got {self.missing!r}, expected 'error' or 'default_rows'")
-        for name in ("token_file", "tls_ca", "tls_cert", "tls_key", "tls_name"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise ConfigError(f"shards: {name}: got {getattr(self, name)!r}, expected text")
+
+
+@dataclass(frozen=True)
+class _ShardsJson:
+    """The JSON of the file."""
+
+    format: Literal["recinfer.shards"]
+    version: int
+    ranks: dict[str, tuple[str, ...]]
+    settings: ShardsSettings = field(default_factory=ShardsSettings)
 
 
 @dataclass(frozen=True)
@@ -100,39 +102,30 @@ def read_shards(path: Path) -> ShardsConfig:
         ConfigError: the file is missing, or breaks the format; the message says what came and what was expected.
     """
     try:
-        raw = loads(path.read_bytes(), path.name)
+        with raising_config_error():
+            found = build(_ShardsJson, loads(path.read_bytes(), str(path)), str(path))
     except OSError as error:
         raise ConfigError(f"shards: cannot read {str(path)!r}: {error.strerror}") from None
-    except ArchiveError as error:
-        raise ConfigError(f"shards: {error}") from None
-    unknown = sorted(raw.keys() - {"format", "version", "ranks", "settings"})
-    if (raw.get("format"), raw.get("version")) != (FORMAT, VERSION):
-        came = f"{str(raw.get('format'))[:40]!r}, version {str(raw.get('version'))[:40]}"
-        raise ConfigError(f"{path}: format {came}; expected {FORMAT!r}, version {VERSION}")
-    if unknown:
-        raise ConfigError(f"{path}: unknown entries {', '.join(unknown)}; expected ranks and settings")
-    return ShardsConfig(_ranks(path, raw.get("ranks")), _settings(path, raw.get("settings", {})))
+    if found.version != VERSION:
+        raise ConfigError(f"{path}: version {found.version}; expected {VERSION}")
+    return ShardsConfig(_ranks(path, found.ranks), found.settings)
 
 
-def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
-    if not isinstance(raw, dict) or not raw:
-        raise ConfigError(f"{path}: ranks: expected an object of rank to list of addresses")
-    ranks: dict[int, tuple[str, ...]] = {}
-    for name, addresses in raw.items():
+def _ranks(path: Path, given: Mapping[str, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    if not given:
+        raise ConfigError(f"{path}: ranks: got none, expected an object of rank to list of addresses")
+    for name, addresses in given.items():
         if not _RANK.fullmatch(name):
             raise ConfigError(f"{path}: ranks: got {name[:40]!r}, expected a number from 0")
-        if not isinstance(addresses, list) or not addresses:
-            raise ConfigError(f"{path}: rank {name}: expected a list of at least one address")
+        if not addresses:
+            raise ConfigError(f"{path}: rank {name}: got no address, expected at least one")
         for address in addresses:
-            found = _ADDRESS.match(address) if isinstance(address, str) else None
+            found = _ADDRESS.match(address)
             if found is None or not 0 < int(found[3]) < 65536 or not _is_host(found[2]):
-                raise ConfigError(
-                    f"{path}: rank {name}: got {str(address)[:80]!r}, expected host:port or dns:///name:port"
-                )
+                raise ConfigError(f"{path}: rank {name}: got {address[:80]!r}, expected host:port or dns:///name:port")
         if len(set(addresses)) != len(addresses):
             raise ConfigError(f"{path}: rank {name}: an address stands there twice")
-        ranks[int(name)] = tuple(addresses)
-    return dict(sorted(ranks.items()))
+    return {int(name): given[name] for name in sorted(given, key=int)}
 
 
 def _is_host(name: str) -> bool:
@@ -141,14 +134,6 @@ def _is_host(name: str) -> bool:
         return True
     whole = name.removesuffix(".")
     return len(whole) < 254 and all(0 < len(label) < 64 for label in whole.split("."))
-
-
-def _settings(path: Path, raw: Any) -> ShardsSettings:
-    known = {item.name for item in fields(ShardsSettings)}
-    if not isinstance(raw, dict) or not raw.keys() <= known:
-        odd = sorted(raw.keys() - known) if isinstance(raw, dict) else raw
-        raise ConfigError(f"{path}: settings: unknown {odd}; expected some of {', '.join(sorted(known))}")
-    return ShardsSettings(**raw)
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,9 @@ class ReplicaPool:
         self._path = path
         self._token = token
         self._max_response_bytes = max_response_bytes
+        listed = _stamp(path)  # before the file is read: a change meanwhile is found at the first look
         self.config = read_shards(path)
-        self._seen = self._stamps()
+        self._seen = (listed, *self._stamps()[1:])
         self._credentials = ShardCredentials.of(self.config.settings, token())
         self._last_error = ""  # the reason why the file was not followed
         self._read_again = False

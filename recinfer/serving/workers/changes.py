@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from recinfer.archive.strict_json import build
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.engine.state import ServedState
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.workers.connection import MadeChange
 from recinfer.serving.workers.process import WorkerProcess
+from recinfer.strict_json import build
 
 __all__ = ["ModelChanges"]
 

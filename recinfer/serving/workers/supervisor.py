@@ -17,13 +17,13 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from recinfer import env
-from recinfer.archive.strict_json import build
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.serving.engine.state import ServedState
 from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, sum_ended
 from recinfer.serving.wire.address import hold_address
 from recinfer.serving.workers.changes import ModelChanges
 from recinfer.serving.workers.process import WorkerProcess
+from recinfer.strict_json import build
 
 __all__ = ["Supervisor"]
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from recinfer.archive.strict_json import build
 from recinfer.errors import ConfigError
 from recinfer.serving.engine.state import ServedState, Spread
 from recinfer.serving.engine.store import served_state
@@ -22,6 +21,7 @@ from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.loop import start_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.workers.connection import MadeChange, PeerConnection
+from recinfer.strict_json import build
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.store import StoreManager

@@ -193,12 +193,13 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
 def test_shard_errors_are_not_reported_as_the_rankers_own(fleet: Fleet, client: InferenceClient):
     """The ranker itself answered: the error must not suggest starting one, nor say that the client's timeout passed."""
     path, pool = fleet.folder / "shards.json", fleet.fan_out.pool
+    lost = "rank (0, )?1"  # on a busy machine rank 0 may be late too
     write_shards(path, fleet.addresses, timeout_seconds=1.0)
     until(lambda: pool.config.settings.timeout_seconds == 1.0)
     for process in fleet.shards[1]:
         process.kill(signal.SIGSTOP)
     try:
-        with pytest.raises(UnavailableError, match=rf"{client.target}: .*rank 1") as caught:
+        with pytest.raises(UnavailableError, match=rf"{client.target}: .*{lost}") as caught:
             client.lookup(make_request(1, 1)[1])
         assert "Start one" not in str(caught.value) and "did not answer within" not in str(caught.value)
 
@@ -206,7 +207,7 @@ def test_shard_errors_are_not_reported_as_the_rankers_own(fleet: Fleet, client: 
             async with AsyncInferenceClient(client.target, retries=0, timeout=60) as other:
                 await other.lookup(make_request(1, 1)[1])
 
-        with pytest.raises(UnavailableError, match=rf"^{client.target}: .*rank 1"):
+        with pytest.raises(UnavailableError, match=rf"^{client.target}: .*{lost}"):
             asyncio.run(ask())
     finally:
         for process in fleet.shards[1]:

@@ -42,6 +42,13 @@ HEAD_BYTES = 12
 End = tuple["bytes | None", str, str]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection is given up because the machine is busy."""
+    monkeypatch.setattr(module, "_CONNECT_S", LONG)
+    monkeypatch.setattr(module, "_HANDSHAKE_S", LONG)
+
+
 def frame(number: int, message: bytes) -> bytes:
     """``message`` as it travels."""
     return struct.pack("<IQ", len(message), number) + message
@@ -278,7 +285,7 @@ def test_why_there_is_no_connection_is_said(monkeypatch: pytest.MonkeyPatch):
             Asker(listener, port=silent.getsockname()[1]).open()
 
 
-def test_tls(tmp_path: Path):
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     need_openssl()
     certified(tmp_path, "DNS:shards.example")
     security = Security(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
@@ -295,9 +302,10 @@ def test_tls(tmp_path: Path):
         for authority, name in (("ca.pem", "127.0.0.1"), ("other.pem", "shards.example")):
             with pytest.raises(UnavailableError, match="certificate"):
                 Asker(listener, TOKEN).open(believing(authority), name)
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        monkeypatch.setattr(module, "_CONNECT_S", 0.1)
         with pytest.raises(UnavailableError):
             Asker(listener, TOKEN).open()
-        assert asker.ask(b"x") == (b"xx", "OK", "")
 
 
 # -- the server's end, by hand ----------------------------------------------------------------------------------------
@@ -557,20 +565,50 @@ class Proxy:
             each.close()
 
 
+class Looks:
+    """The looks of a connection for signs of life, which the test makes by hand, however much time passes between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._next: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._look = ShardConnection._look_if_alive
+        monkeypatch.setattr(module, "_LOOK_S", 0.0)
+        monkeypatch.setattr(ShardConnection, "_look_if_alive", lambda *state: self._next.put(state))
+
+    def look(self) -> None:
+        """Look once."""
+        of_thread(self._look, *self._next.get(timeout=LONG))
+
+
+def of_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function`` returns on the rankers' thread."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    rankers_thread().call(lambda: found.put(function(*args)))
+    return found.get(timeout=LONG)
+
+
 def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_LOOK_S", 0.25)
+    looks = Looks(monkeypatch)
     with listening() as (answers, listener):
         proxy = Proxy(listener.port)
         asker = Asker(listener, port=proxy.port).open()
         assert asker.ask(b"x") == (b"xx", "OK", "")
-        before = asker.connection.received
-        until(lambda: asker.connection.received >= before + 5 * HEAD_BYTES)  # answers to pings alone keep it
-        assert (
-            asker.ask(b"x") == (b"xx", "OK", "") and [answers.asked.get(timeout=LONG) for _ in range(2)] == [b"x"] * 2
-        )
+        looks.look()
+        for _ in range(2 * module._SILENT_LOOKS):  # answers to pings alone keep it
+            before = asker.connection.received
+            looks.look()  # nothing has come: a ping
+            until(lambda before=before: asker.connection.received == before + HEAD_BYTES)
+            looks.look()
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        assert [answers.asked.get(timeout=LONG) for _ in range(2)] == [b"x"] * 2
         assert answers.asked.empty()  # pings are no requests
+        looks.look()
         waits, _ = asker.begin(b"later")
+        assert answers.asked.get(timeout=LONG) == b"later"
         proxy.fall_silent()
+        for _ in range(module._SILENT_LOOKS):
+            looks.look()
+        assert waits.empty() and asker.lost.empty()
+        looks.look()
         assert waits.get(timeout=LONG)[:2] == (None, "UNAVAILABLE")
         assert "not even answers to pings" in asker.lost.get(timeout=LONG)
         proxy.close()
@@ -578,26 +616,38 @@ def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_large_request_that_is_sent_slowly_is_no_silence(monkeypatch: pytest.MonkeyPatch):
     """Its own pings wait behind it, so nothing comes back: the bytes that the other end takes are the sign of life."""
-    monkeypatch.setattr(module, "_LOOK_S", 0.25)
+    looks, may_take, size = Looks(monkeypatch), threading.Semaphore(0), 4 << 20
+    monkeypatch.setattr(
+        module, "keep_alive", lambda sock: None
+    )  # with which the kernel gives up a closed window after 3 s
     with socket.create_server(("127.0.0.1", 0)) as slow, listening() as (_, listener):
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-        taken = threading.Event()
 
         def serve() -> None:
             there, _ = slow.accept()
             with there:
                 there.sendall(frame(0, module._HELLO + listener.server_id + bytes(32)))
-                left = len(frame(0, module._HELLO + bytes(32))) + HEAD_BYTES + MUCH
-                while left > 0 and (data := there.recv(1 << 17)):
+                left = len(frame(0, module._HELLO + bytes(32))) + HEAD_BYTES + size
+                while left > 0 and may_take.acquire(timeout=LONG) and (data := there.recv(1 << 17)):
                     left -= len(data)
-                    time.sleep(0.02)  # 3 s in all: longer than silence may last
-                taken.set()
                 there.sendall(frame(1, b"taken"))
                 there.recv(1 << 10)
 
         threading.Thread(target=serve, daemon=True).start()
-        asker = Asker(listener, port=slow.getsockname()[1], max_request_bytes=2 * MUCH).open()
-        assert asker.ask(bytes(MUCH)) == (b"taken", "OK", "") and taken.is_set()
+        asker = Asker(listener, port=slow.getsockname()[1], max_request_bytes=size).open()
+        connection = asker.connection
+        ends, _ = asker.begin(bytes(size))
+        looks.look()  # the greeting has come since
+        for _ in range(2 * module._SILENT_LOOKS):
+
+            def is_taken(before: int = of_thread(connection.unsent)[0]) -> bool:
+                may_take.release()
+                return int(of_thread(connection.unsent)[0]) > before
+
+            until(is_taken)
+            looks.look()
+            assert of_thread(connection.unsent)[1] > module._PINGS_BYTES, "more than what the looks have sent waits"
+        may_take.release(size)
+        assert ends.get(timeout=LONG) == (b"taken", "OK", "")
         asker.close()
 
 

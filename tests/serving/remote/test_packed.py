@@ -81,6 +81,7 @@ def joined(case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1) -> n
     [
         ([8, 16, 32, 64, 128], 7, 1, True),
         ([4, 12, 20, 260, 36], 67, 1, False),
+        ([1, 7, 30, 75, 131], 9, 1, True),
         ([16, 16, 8], 200, 1, True),
         ([16, 4], 5, 6, False),
         ([16, 16], 3, 0, True),

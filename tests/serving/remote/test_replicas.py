@@ -11,6 +11,7 @@ import torch
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
+from recinfer.serving.shards.config import ShardsConfig, read_shards
 from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.replicas import ReplicaPool, _stamp
@@ -49,6 +50,20 @@ def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
             until(lambda: "no address of rank 1; what is served is cut for 3 ranks" in caplog.text)
             assert torch.equal(there.lookup(make_request(4)).pooled.values(), expected)
             assert sorted(fan_out.pool.config.ranks) == [0, 1, 2] == sorted(fan_out.pool._listed)
+
+
+def test_a_list_that_changes_while_it_is_first_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, addresses = tmp_path / "shards.json", [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    def read_before_it_changes(path: Path) -> ShardsConfig:
+        monkeypatch.undo()
+        found = read_shards(path)
+        write_shards(path, {0: addresses[1:]})
+        return found
+
+    monkeypatch.setattr("recinfer.serving.shards.replicas.read_shards", read_before_it_changes)
+    with asking(write_shards(path, {0: addresses[:1]}), ready=False) as fan_out:
+        until(lambda: [each.target for each in fan_out.pool.everyone()] == addresses[1:])
 
 
 def test_invalid_list_is_logged_once_and_a_later_valid_one_is_used(

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recinfer.distributed.planner.model.walk import embedding_tables
-from recinfer.distributed.planner.plan.table_plan import (
-    TablePlan,
-    check_keys,
-    table_plan,
-    value_of,
-)
+from recinfer.distributed.planner.plan.table_plan import TableJson, TablePlan, table_plan
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
@@ -35,6 +30,7 @@ from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.printed import Printed
+from recinfer.strict_json import build, loads, raising_config_error
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
@@ -58,6 +54,19 @@ class PlanChange:
         if self.what in ("added", "removed"):
             return f"{self.table}: {self.what}"
         return f"{self.table}: {self.what} {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class _PlanJson:
+    """The JSON of a :class:`Plan`."""
+
+    format: str
+    world_size: int
+    compute_device: str
+    tables: tuple[TableJson, ...]
+    local_world_size: int = 0
+    estimates: dict[str, Any] = field(default_factory=dict)
+    hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,32 +164,19 @@ class Plan(Printed):
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Read :meth:`to_json`'s text; raises ConfigError for anything else, including a changed hash."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the plan is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
-            came = (
-                f"an object of format {data.get('format')!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
-            )
+        with raising_config_error():
+            data = loads(text.encode() if isinstance(text, str) else text, "the plan")
+            if data.get("format") != PLAN_FORMAT:
+                raise ConfigError(
+                    f"got an object of format {repr(data.get('format'))[:80]}; expected a plan of `recinfer plan`, of format "
+                    f"{PLAN_FORMAT!r}"
+                )
+            read = build(_PlanJson, data, "plan")
+        tables = tuple(table.plan() for table in read.tables)
+        plan = cls(read.world_size, read.compute_device, tables, read.estimates, read.local_world_size)
+        if read.hash not in (None, plan.hash):
             raise ConfigError(
-                f"got {came[:120]}; expected a plan of `recinfer plan`, an object of format {PLAN_FORMAT!r}"
-            )
-        needed = {"format", "world_size", "compute_device", "tables"}
-        check_keys("the plan", data, needed, needed | {"local_world_size", "estimates", "hash"})
-        tables = value_of("the plan", data, "tables", list)
-        if not all(isinstance(t, dict) for t in tables):
-            raise ConfigError("tables of the plan must be a list of objects")
-        plan = cls(
-            world_size=value_of("the plan", data, "world_size", int),
-            compute_device=value_of("the plan", data, "compute_device", str),
-            tables=tuple(TablePlan.from_data(t) for t in tables),
-            estimates=value_of("the plan", data, "estimates", dict, {}),
-            local_world_size=value_of("the plan", data, "local_world_size", int, 0),
-        )
-        if data.get("hash") not in (None, plan.hash):
-            raise ConfigError(
-                f"the plan was changed after it was written: hash {data['hash']}, content {plan.hash}; "
+                f"the plan was changed after it was written: hash {read.hash}, content {plan.hash}; "
                 "remove the hash field if the change is intended"
             )
         return plan

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from recinfer.distributed.types import ParameterSharding, ShardingType
 from recinfer.distributed.types.edges import rects_of
@@ -13,15 +12,12 @@ from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_unit
 from recinfer.layout.rect import Rect, tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.strict_json import build, raising_config_error
 
-__all__ = ["ShardRect", "TablePlan", "check_keys", "table_plan", "value_of"]
+__all__ = ["ShardRect", "TableJson", "TablePlan", "table_plan"]
 
 _SHARDING_TYPES = frozenset(t.value for t in ShardingType)
 _KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
-_KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
-
-T = TypeVar("T")
-
 
 ShardRect = Rect  # the planner's name of the class
 
@@ -100,30 +96,29 @@ class TablePlan:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> TablePlan:
-        """The inverse of :meth:`placement_data`, with ``estimates`` if ``data`` has them."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        check_keys("a table of the plan", data, known - {"estimates"}, known)
-        what = f"table {str(data['table'])[:80]!r} of the plan"
-        rows = value_of(what, data, "shards", list)
-        for row in rows:
-            if not isinstance(row, list) or len(row) != 5 or any(type(number) is not int for number in row):
-                raise ConfigError(
-                    f"{what}: got the shard {str(row)[:80]}; expected a list of 5 whole numbers "
-                    "(rank, row_start, row_stop, col_start, col_stop)"
-                )
-        return cls(
-            module=value_of(what, data, "module", str),
-            table=value_of(what, data, "table", str),
-            sharding_type=value_of(what, data, "sharding_type", str),
-            compute_kernel=value_of(what, data, "compute_kernel", str),
-            precision=DataType.parse(value_of(what, data, "precision", str)),
-            num_embeddings=value_of(what, data, "num_embeddings", int),
-            embedding_dim=value_of(what, data, "embedding_dim", int),
-            shards=tuple(
-                Rect(rank, top, bottom, left, right, data["table"]) for rank, top, bottom, left, right in rows
-            ),
-            estimates=value_of(what, data, "estimates", dict, {}),
-        )
+        """The inverse of :meth:`placement_data`, with ``estimates`` if ``data`` has them; raises ConfigError."""
+        with raising_config_error():
+            return build(TableJson, data, "table").plan()
+
+
+@dataclass(frozen=True)
+class TableJson:
+    """The JSON of a :class:`TablePlan`: a shard is its rank, first and last row, first and last column."""
+
+    module: str
+    table: str
+    sharding_type: str
+    compute_kernel: str
+    precision: str
+    num_embeddings: int
+    embedding_dim: int
+    shards: tuple[tuple[int, int, int, int, int], ...]
+    estimates: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> TablePlan:
+        """The table; raises ConfigError."""
+        shards = tuple(Rect(*shard, self.table) for shard in self.shards)
+        return TablePlan(**{**vars(self), "precision": DataType.parse(self.precision), "shards": shards})
 
 
 def table_plan(
@@ -133,19 +128,3 @@ def table_plan(
     rows, cols = config.num_embeddings, config.embedding_dim
     rects = tuple(rects_of(config.name, rows, cols, sharding, world_size))
     return TablePlan(path, config.name, sharding.sharding_type, sharding.compute_kernel, precision, rows, cols, rects)
-
-
-def check_keys(what: str, data: dict[str, Any], needed: set[str], known: set[str]) -> None:
-    """Raise ConfigError, naming ``what``, unless ``data`` has all keys needed and none unknown."""
-    if missing := sorted(needed - data.keys()):
-        raise ConfigError(f"{what} lacks {missing}")
-    if unknown := sorted(data.keys() - known):
-        raise ConfigError(f"{what} has unknown keys {unknown}; expected {sorted(known)}")
-
-
-def value_of(what: str, data: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
-    """``data[key]``, or the default where it is absent; raises ConfigError, naming ``what``, if it is not a ``kind``."""
-    value = data.get(key, default)
-    if type(value) is not kind:  # a bool is no int here
-        raise ConfigError(f"{what}: {key} is {str(value)[:80]!r}; expected {_KINDS[kind]}")
-    return value

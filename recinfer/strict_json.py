@@ -1,4 +1,7 @@
-"""Reads untrusted JSON strictly into frozen dataclasses: bounded size and depth, no unknown or duplicate keys."""
+"""Reads untrusted JSON strictly into frozen dataclasses: bounded size and depth, no unknown or duplicate keys.
+
+The rules in errors are those of recinfer/archive/FORMAT.md.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ import json
 import math
 import re
 import types
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from recinfer.errors import ArchiveError
+from recinfer.errors import ArchiveError, ConfigError
 from recinfer.excerpts import excerpt
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "build", "loads"]
+__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "build", "loads", "raising_config_error"]
 
 MAX_JSON_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -60,6 +64,15 @@ def build(cls: type[T], value: Any, where: str) -> T:
         ArchiveError: rule J3, naming the place (``manifest.tables[3].rows``), what came and what was expected.
     """
     return _build(cls, value, where)
+
+
+@contextmanager
+def raising_config_error() -> Iterator[None]:
+    """Raise ConfigError, without the rule, for an ArchiveError of the block, whose JSON is no part of an archive."""
+    try:
+        yield
+    except ArchiveError as error:
+        raise ConfigError(str(error).removeprefix(f"[{error.rule}] ")) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,7 +140,11 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise _wrong(where, value, "a list")
-        item = get_args(kind)[0]
+        item, *others = get_args(kind)
+        if others != [...] and len(value) != 1 + len(others):
+            raise _wrong(where, value, f"a list of {1 + len(others)}")
+        if set(map(type, value)) == {item}:  # plans have a million numbers
+            return tuple(value)
         return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):

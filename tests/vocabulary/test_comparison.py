@@ -21,7 +21,7 @@ from recinfer.training.batches import Examples
 from recinfer.training.loop import TrainSettings, fit
 from recinfer.training.model import predict_logits
 from recinfer.training.sources import MemorySource
-from recinfer.training.vocabularies import compare_vocabularies, managed_dlrm
+from recinfer.vocabulary.comparison import compare_vocabularies, managed_dlrm
 
 
 def test_three_vocabularies_of_a_tenth_of_the_rows_and_the_archive_of_raw_ids(tmp_path: Path) -> None:

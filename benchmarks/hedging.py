@@ -1,0 +1,131 @@
+"""Measures a ranker with and without hedged requests while one of two replicas stops now and then, and while none does.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.hedging                   # about two minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.hedging --pause-ms 10 --every-s 0.5
+
+Two shard servers hold both ranks of the model of benchmarks.scaleout: two replicas. Two rankers call them: one hedges, the other
+does not. A client sends requests at a fixed rate, whatever the answers take, to one ranker after the other. SIGSTOP and SIGCONT stop
+one shard server for ``--pause-ms`` in each ``--every-s``, as a neighbour or a page fault may stop a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import grpc.aio
+import numpy as np
+
+from benchmarks.scaleout import build, request, serving
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import new_loop
+
+_METHOD = f"/{SERVICE_NAME}/Predict"
+
+
+@contextmanager
+def stopping(pid: int, pause_s: float, every_s: float) -> Iterator[None]:
+    """Stop a process for ``pause_s`` in each ``every_s`` while the block runs."""
+    ended = threading.Event()
+
+    def stop() -> None:
+        while not ended.wait(every_s - pause_s):
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(pause_s)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+async def latencies_ms(port: int, data: bytes, rate: float, seconds: float) -> list[float]:
+    """Milliseconds from the moment a request is due to its answer, at a fixed rate."""
+    loop = asyncio.get_running_loop()
+    found: list[float] = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary(_METHOD)
+        for _ in range(50):
+            await call(data, timeout=10)
+        start = loop.time()
+
+        async def send(due: float) -> None:
+            await asyncio.sleep(due - loop.time())
+            await call(data, timeout=10)
+            found.append((loop.time() - due) * 1e3)
+
+        await asyncio.gather(*(send(start + number / rate) for number in range(int(seconds * rate))))
+    return found
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=100, help="requests a second")
+    parser.add_argument("--pause-ms", type=float, default=50)
+    parser.add_argument("--every-s", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=10, help="seconds per turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    data = codec.encode_predict_request(*request(options.batch))
+    loop = new_loop()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        archive = build(folder, 16, "table_wise")
+        replicas = [stack.enter_context(serving(archive, "--ranks", "0,1")) for _ in range(2)]
+        rankers = {}
+        for hedge in (True, False):
+            addresses = [f"127.0.0.1:{replica.port}" for replica in replicas]
+            document: dict[str, Any] = {"format": "recinfer.shards", "version": 1}
+            document |= {"ranks": {"0": addresses, "1": addresses}, "settings": {"hedge": hedge}}
+            path = folder / f"{hedge}.json"
+            path.write_text(json.dumps(document))
+            rankers[hedge] = stack.enter_context(serving(archive, "--shards", path)).port
+        for port in rankers.values():
+            with InferenceClient(f"127.0.0.1:{port}") as client:
+                client.wait_until_ready(60)
+        # (whether a replica stops, whether the ranker hedges) -> milliseconds
+        found: dict[tuple[bool, bool], list[float]] = {
+            (stops, hedge): [] for stops in (False, True) for hedge in rankers
+        }
+        for _ in range(options.turns):
+            for (stops, hedge), taken in found.items():
+                pauses = stopping(replicas[0].pid, options.pause_ms / 1e3, options.every_s) if stops else nullcontext()
+                with pauses:
+                    taken += loop.run_until_complete(latencies_ms(rankers[hedge], data, options.rate, options.seconds))
+    rows = [
+        {"stops": stops, "hedge": hedge, "requests": len(taken)}
+        | {f"p{share:g}_ms": round(float(np.percentile(taken, share)), 2) for share in (50, 95, 99, 99.9)}
+        for (stops, hedge), taken in found.items()
+    ]
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{options.rate:g} requests a second, stops of {options.pause_ms:g} ms each {options.every_s:g} s")
+    for row in rows:
+        kind = "one replica stops" if row["stops"] else "no replica stops"
+        times = "".join(f"{row[key]:10.2f}" for key in row if key.endswith("_ms"))
+        print(f"{kind:20s}{'hedges' if row['hedge'] else 'no hedges':12s}{times}  p50, p95, p99, p99.9 in ms")
+
+
+if __name__ == "__main__":
+    main()
