@@ -616,7 +616,8 @@ def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_large_request_that_is_sent_slowly_is_no_silence(monkeypatch: pytest.MonkeyPatch):
     """Its own pings wait behind it, so nothing comes back: the bytes that the other end takes are the sign of life."""
-    looks, may_take, size = Looks(monkeypatch), threading.Semaphore(0), 4 << 20
+    looks, size = Looks(monkeypatch), 4 << 20
+    may_take, freely = threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(
         module, "keep_alive", lambda sock: None
     )  # with which the kernel gives up a closed window after 3 s
@@ -627,8 +628,9 @@ def test_a_large_request_that_is_sent_slowly_is_no_silence(monkeypatch: pytest.M
             with there:
                 there.sendall(frame(0, module._HELLO + listener.server_id + bytes(32)))
                 left = len(frame(0, module._HELLO + bytes(32))) + HEAD_BYTES + size
-                while left > 0 and may_take.acquire(timeout=LONG) and (data := there.recv(1 << 17)):
-                    left -= len(data)
+                while left > 0 and (freely.is_set() or may_take.acquire(timeout=LONG)):
+                    data = there.recv(1 << 17)
+                    left = left - len(data) if data else 0
                 there.sendall(frame(1, b"taken"))
                 there.recv(1 << 10)
 
@@ -646,7 +648,8 @@ def test_a_large_request_that_is_sent_slowly_is_no_silence(monkeypatch: pytest.M
             until(is_taken)
             looks.look()
             assert of_thread(connection.unsent)[1] > module._PINGS_BYTES, "more than what the looks have sent waits"
-        may_take.release(size)
+        freely.set()
+        may_take.release()
         assert ends.get(timeout=LONG) == (b"taken", "OK", "")
         asker.close()
 
