@@ -1,7 +1,7 @@
 """Measures a ranker with and without hedged requests while one of two replicas stops now and then, and while none does.
 
     OMP_NUM_THREADS=1 python -m benchmarks.hedging                   # about two minutes on two cores
-    OMP_NUM_THREADS=1 python -m benchmarks.hedging --pause-ms 10 --every-s 0.5
+    OMP_NUM_THREADS=1 python -m benchmarks.hedging --pause-ms 10 --every-s 0.2
 
 Two shard servers hold both ranks of the model of benchmarks.scaleout: two replicas. Two rankers call them: one hedges, the other
 does not. A client sends requests at a fixed rate, whatever the answers take, to one ranker after the other. SIGSTOP and SIGCONT stop
@@ -33,6 +33,7 @@ from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import new_loop
 
+_SHARES = (50, 95, 99, 99.5)
 _METHOD = f"/{SERVICE_NAME}/Predict"
 
 
@@ -81,9 +82,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=100, help="requests a second")
     parser.add_argument("--pause-ms", type=float, default=50)
-    parser.add_argument("--every-s", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=10, help="seconds per turn")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--every-s", type=float, default=0.5)
+    parser.add_argument("--seconds", type=float, default=5, help="seconds per turn")
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     data = codec.encode_predict_request(*request(options.batch))
@@ -103,18 +104,19 @@ def main() -> None:
         for port in rankers.values():
             with InferenceClient(f"127.0.0.1:{port}") as client:
                 client.wait_until_ready(60)
-        # (whether a replica stops, whether the ranker hedges) -> milliseconds
-        found: dict[tuple[bool, bool], list[float]] = {
+        # (whether a replica stops, whether the ranker hedges) -> milliseconds of each turn
+        found: dict[tuple[bool, bool], list[list[float]]] = {
             (stops, hedge): [] for stops in (False, True) for hedge in rankers
         }
         for _ in range(options.turns):
             for (stops, hedge), taken in found.items():
                 pauses = stopping(replicas[0].pid, options.pause_ms / 1e3, options.every_s) if stops else nullcontext()
                 with pauses:
-                    taken += loop.run_until_complete(latencies_ms(rankers[hedge], data, options.rate, options.seconds))
+                    one = latencies_ms(rankers[hedge], data, options.rate, options.seconds)
+                    taken.append(loop.run_until_complete(one))
     rows = [
-        {"stops": stops, "hedge": hedge, "requests": len(taken)}
-        | {f"p{share:g}_ms": round(float(np.percentile(taken, share)), 2) for share in (50, 95, 99, 99.9)}
+        {"stops": stops, "hedge": hedge, "requests": sum(map(len, taken))}
+        | {f"p{share:g}_ms": round(float(np.median(np.percentile(taken, share, axis=1))), 2) for share in _SHARES}
         for (stops, hedge), taken in found.items()
     ]
     if options.json:
@@ -124,7 +126,9 @@ def main() -> None:
     for row in rows:
         kind = "one replica stops" if row["stops"] else "no replica stops"
         times = "".join(f"{row[key]:10.2f}" for key in row if key.endswith("_ms"))
-        print(f"{kind:20s}{'hedges' if row['hedge'] else 'no hedges':12s}{times}  p50, p95, p99, p99.9 in ms")
+        print(
+            f"{kind:20s}{'hedges' if row['hedge'] else 'no hedges':12s}{times}  p50, p95, p99, p99.5 in ms, medians of {options.turns} turns"
+        )
 
 
 if __name__ == "__main__":

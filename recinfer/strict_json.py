@@ -10,7 +10,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -146,11 +146,15 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         if set(map(type, value)) == {item}:  # plans have a million numbers
             return tuple(value)
         return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise _wrong(where, value, "an object")
-        item = get_args(kind)[1]
-        return value if item is Any else {key: _build(item, entry, f"{where}.{key}") for key, entry in value.items()}
+        name, item = get_args(kind)
+        if name is int and not all(key.isascii() and key.isdecimal() for key in value):
+            raise _wrong(where, list(value), "whole numbers as keys")
+        if item is Any:
+            return value
+        return {name(key): _build(item, entry, f"{where}.{key}") for key, entry in value.items()}
     return _build_scalar(kind, value, where)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,17 @@ def hardware_of(bag_ns: float, far_ns: float) -> HardwareProfile:
     )
     grid = LookupGrid((64.0, 256.0), (1e4, 1e8), (0.0, 1.0, 3.0), lines)
     return HardwareProfile("cpu", "test", 1, 0.02, 0.001, {8: grid}, 1e6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"call_ms": "1"}, {"threads": 1.5}, {"grids": {"eight": {}}}, {"grids": {"8": {"row_bytes": [64]}}}, {"more": 1}],
+)
+def test_a_hardware_profile_of_other_types_is_refused(change: dict[str, Any]) -> None:
+    data = json.loads(hardware_of(bag_ns=5.0, far_ns=40.0).to_json())
+    assert HardwareProfile.from_json(json.dumps(data)).grids.keys() == {8}
+    with pytest.raises(ConfigError, match=f"hardware profile.*{next(iter(change))}"):
+        HardwareProfile.from_json(json.dumps({**data, **change}))
 
 
 def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.files import write_file
+from recinfer.strict_json import build, loads, raising_config_error
 
 __all__ = ["HardwareProfile", "LookupGrid"]
 
@@ -91,13 +92,6 @@ def _locate(points: FloatN, x: FloatN, *, beyond: bool = False) -> tuple[npt.NDA
     return i, (at - points[i]) / (points[i + 1] - points[i])
 
 
-def _tuples(value: Any) -> Any:
-    """JSON's lists as tuples, at every depth."""
-    if isinstance(value, dict):
-        return {name: _tuples(inner) for name, inner in value.items()}
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
-
-
 @dataclass(frozen=True)
 class HardwareProfile:
     """Measured figures of one machine.
@@ -163,22 +157,13 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str | bytes) -> HardwareProfile:
         """Read :meth:`to_json`'s text; raises ConfigError on anything else."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"the hardware profile is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != PROFILE_FORMAT:
-            raise ConfigError(f"not a hardware profile of format {PROFILE_FORMAT!r}; write one with recinfer calibrate")
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise ConfigError(f"the hardware profile has unknown keys {unknown}; expected {sorted(known)}")
-        try:
-            grids = {int(bits): LookupGrid(**_tuples(grid)) for bits, grid in data.pop("grids").items()}
-            return cls(grids=grids, **data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the hardware profile is incomplete: {error!r}; run recinfer calibrate again") from None
+        with raising_config_error():
+            data = loads(text.encode() if isinstance(text, str) else text, "the hardware profile")
+            if data.pop("format", None) != PROFILE_FORMAT:
+                raise ConfigError(
+                    f"not a hardware profile of format {PROFILE_FORMAT!r}; write one with recinfer calibrate"
+                )
+            return build(cls, data, "hardware profile")
 
     def save(self, path: str | Path) -> None:
         """Write the JSON; an error leaves the file as it was."""
