@@ -59,7 +59,7 @@ def _key(part: Part) -> str:
 
 def _described(part: Part) -> Iterator[bytes]:
     """All of a part that its programs and the comparison between them depend on."""
-    yield repr((part.title, part.inputs, part.free, part.outputs)).encode()
+    yield repr((part.title, part.inputs, part.outputs, _shapes(part))).encode()
     for name, module in part.module.named_modules():
         yield f"{name} {type(module)} {module.code if isinstance(module, fx.GraphModule) else module}".encode()
         tensors: dict[str, Any] = {**module._parameters, **module._buffers, **vars(module)}
@@ -69,6 +69,11 @@ def _described(part: Part) -> Iterator[bytes]:
                 yield from _bytes_of(tensor)
     for tensor in (*part.example(5, 1), *part.without_ids()):
         yield from _bytes_of(tensor)
+
+
+def _shapes(part: Part) -> list[str]:
+    """The shapes of the inputs, in which a free axis has a name."""
+    return [str(tuple(node.meta["val"].shape)) for node in part.program.given]
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[bytes]:

@@ -14,9 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.utils._pytree import tree_unflatten
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, IdsInfo, OnnxInfo, ProgramInfo
@@ -24,7 +23,7 @@ from recinfer.archive.onnx_export import OPSET, to_onnx
 from recinfer.archive.onnx_rewrites import compute_in_float32, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
-from recinfer.archive.subgraph import Program, free_axes
+from recinfer.archive.subgraph import Program, exported
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -77,11 +76,6 @@ class Part:
         return [about.name for about in self.program.inputs]
 
     @property
-    def free(self) -> list[tuple[int, ...]]:
-        """The free axes of each input."""
-        return [tuple(free_axes(node)) for node in self.program.given]
-
-    @property
     def outputs(self) -> list[str]:
         """Names of the outputs, in order."""
         return list(self.program.outputs)
@@ -111,22 +105,17 @@ def export_part(part: Part) -> ExportedDense:
     """Export a part to torch and ONNX and compare the two on random inputs.
 
     Raises:
-        ConfigError: torch.export cannot trace it again with a free batch size, or what it gives cannot run without ids.
+        ConfigError: it cannot be stored, or what it gives cannot run without ids.
     """
-    axes = tuple({axis: Dim.AUTO for axis in free} for free in part.free)
-    count = len(part.inputs)
     try:
         with _quiet(), torch.no_grad():
-            program = torch.export.export(
-                part.module, tuple(part.example(5, 1)), dynamic_shapes=axes if count else None, strict=False
-            )
-            _free_sizes(program)
+            program = exported(part.program)
             data = program_bytes(program)
             onnx, refused = _to_onnx(program, part)
     except ArchiveError as error:
         raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
-        raise ConfigError(f"torch.export cannot trace {part.title}: {type(error).__name__}: {brief(error)}") from error
+        raise ConfigError(f"torch cannot store {part.title}: {type(error).__name__}: {brief(error)}") from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
     names = part.inputs, part.outputs
@@ -139,25 +128,6 @@ def export_part(part: Part) -> ExportedDense:
             data, None, None, f"its outputs differ from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}"
         )
     return ExportedDense(data, onnx, OnnxInfo(OPSET, error_found), None)
-
-
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
-"""Parts of names of operators that only check what a trace assumes, as :func:`torch._check` does."""
-
-
-def _free_sizes(program: ExportedProgram) -> None:
-    """Let free axes have any size: torch assumes at least 2 of each, and asserts it."""
-    for graph_module in program.graph_module.modules():
-        if not isinstance(graph_module, torch.fx.GraphModule):
-            continue
-        for node in list(graph_module.graph.nodes):
-            checks = node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
-            if checks and not node.users:
-                graph_module.graph.erase_node(node)
-        graph_module.graph.eliminate_dead_code()
-        graph_module.recompile()
-    for symbol, sizes in list(program.range_constraints.items()):
-        program.range_constraints[symbol] = ValueRanges(0, sizes.upper)
 
 
 def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | None]:

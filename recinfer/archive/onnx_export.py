@@ -5,7 +5,6 @@ Only this file uses private names of the exporter and of onnxscript; ``tests/arc
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,15 +41,10 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         def form_of(node: fx.Node) -> Any:
             return None if _has_form(node, forms) else table.get(node.target, node.target)
 
-        signature = program.graph_signature
-        before, named = copy.deepcopy(program.graph), copy.deepcopy(signature)
-        with program.graph_module._set_replace_hook(signature.get_replace_hook()):  # an output may be replaced
-            replaced = replace_operators(program.graph, form_of, table, composite=False)
-        if replaced and not any(map(form_of, program.graph.nodes)):
-            return program
-        # Torch's run refuses some operators of forms.
-        program.graph_module.graph, program._graph_signature = before, named
-        return ExportedProgram.run_decompositions(program, table)
+        hook = program.graph_signature.get_replace_hook()  # an output may be replaced
+        with program.graph_module._set_replace_hook(hook):
+            replace_operators(program.graph, form_of, table, composite=False)
+        return program
 
     program.run_decompositions = decomposed  # type: ignore[method-assign,assignment]
     with _exact_rules():

@@ -407,6 +407,8 @@ def _columns(graph: fx.Graph, call: _Call, vectors: fx.Node, dims: Sequence[int]
             graph.call_function(torch.ops.aten.slice.Tensor, (vectors, 1, edges[c], edges[c + 1])) for c in wanted
         ]
         found = pieces[0] if len(pieces) == 1 else graph.call_function(torch.ops.aten.cat.default, (pieces, 1))
+    for piece, column in zip(pieces, wanted):
+        piece.meta["val"] = _rows_of(vectors, dims[column])
     found.meta["val"] = call.node.meta["val"]
     return found
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils._pytree import tree_flatten
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer.archive.manifest import DenseInput
 
-__all__ = ["Program", "free_axes", "subgraph"]
+__all__ = ["Program", "exported", "subgraph"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,45 @@ class Program:
     def given(self) -> dict[fx.Node, DenseInput]:
         """The inputs by their nodes."""
         return dict(zip((n for n in self.module.graph.nodes if n.op == "placeholder"), self.inputs, strict=True))
+
+
+def exported(part: Program) -> ExportedProgram:
+    """``part`` as a program of torch.export, whose free axes may have any size; tensors of the model are its buffers.
+
+    torch.export of it would trace all operators again, and take as long as the first trace.
+    """
+    graph, module = fx.Graph(), part.module
+    copied: dict[fx.Node, fx.Node] = {}
+    buffers: dict[str, Tensor] = {}
+    taken = []
+    for node in module.graph.nodes:
+        tensor = functools.reduce(getattr, node.target.split("."), module) if node.op == "get_attr" else None
+        if isinstance(tensor, Tensor):
+            buffers[node.target] = tensor.detach()
+            copied[node] = graph.placeholder(f"buffer_{len(copied)}")
+            copied[node].meta["val"] = node.meta["val"]
+            taken.append(InputSpec(InputKind.BUFFER, TensorArgument(copied[node].name), node.target, True))
+    results: Any = graph.graph_copy(module.graph, copied)
+    graph.output(tuple(results.values()))
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.detach_.default:  # a tensor of numbers; programs change no tensor in place
+            node.target = torch.ops.aten.detach.default
+    taken += [InputSpec(InputKind.USER_INPUT, TensorArgument(copied[node].name), None) for node in part.given]
+    given = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results.values()]
+    specs = tree_flatten((part.inputs, {}))[1], tree_flatten(results)[1]
+    calls = [ModuleCallEntry("", ModuleCallSignature([], [], *specs))]
+    return ExportedProgram(module, graph, ExportGraphSignature(taken, given), buffers, _ranges(graph), calls)
+
+
+def _ranges(graph: fx.Graph) -> dict[Any, ValueRanges[Any]]:
+    """Symbol -> the sizes that it stands for. A trace takes 2 for the least, on which no result depends."""
+    found: dict[Any, ValueRanges[Any]] = {}
+    for value in tree_flatten([node.meta.get("val") for node in graph.nodes])[0]:
+        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                known = size.node.shape_env.var_to_range
+                found |= {symbol: ValueRanges(0, known[symbol].upper) for symbol in size.node.expr.free_symbols}
+    return found
 
 
 def subgraph(
@@ -56,14 +107,14 @@ def subgraph(
         value = node.meta.get("val")
         return _key(value, batch) if isinstance(value, torch.SymInt) else ""
 
-    sizes = {_key(size, batch) for node in given for size in free_axes(node).values()}
+    sizes = {_key(size, batch) for node in given for size in _free_axes(node).values()}
     read = _needed(outputs.values(), lambda node: node in given or size_of(node) in sizes)
     wanted = [node for node in given if node in read or given[node].kind in keep]
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     sources: dict[str, tuple[fx.Node, int]] = {}
     for node in [*wanted, *(node for node in given if node not in wanted)]:
-        for axis, size in free_axes(node).items():
+        for axis, size in _free_axes(node).items():
             sources.setdefault(_key(size, batch), (node, axis))
     wanted += {sources[size][0] for node in read if (size := size_of(node)) in sources}.difference(wanted)
     inputs = [node for node in given if node in wanted]
@@ -95,7 +146,7 @@ def _needed(nodes: Iterable[fx.Node], is_known: Callable[[fx.Node], bool]) -> se
     return found
 
 
-def free_axes(node: fx.Node) -> dict[int, Any]:
+def _free_axes(node: fx.Node) -> dict[int, Any]:
     """The free axes of the tensor that a node of a trace stands for, with their sizes."""
     return {axis: size for axis, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)}
 
