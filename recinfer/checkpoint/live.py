@@ -61,16 +61,16 @@ class _Rows:
 
 
 def _stored(key: str, value: Any, path: Path) -> StoredTensor:
-    if is_lazy(value) or getattr(value, "is_meta", False):
-        why = "is not initialized; call the module once" if is_lazy(value) else "is on the meta device"
-        raise ConfigError(
-            f"the module has no weights: {key} {why}. Export the trained module, or its checkpoint by `recinfer export`"
-        )
     shards: list[tuple[tuple[int, ...], Tensor]]
     if hasattr(value, "local_shards"):
         shards = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
         shape = tuple(value.metadata().size)
     else:
+        if is_lazy(value) or value.is_meta:
+            why = "is not initialized; call the module once" if is_lazy(value) else "is on the meta device"
+            raise ConfigError(
+                f"the module has no weights: {key} {why}. Export the trained module, or its checkpoint by `recinfer export`"
+            )
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()
         shards, shape = [((0,) * value.dim(), value)], tuple(value.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,8 @@ EXAMPLE = "Example: recinfer verify movielens.rqa"
 
 
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)], as_json: JsonOption = False
+    archive: Annotated[str, typer.Argument(help="Archive folder, or its URL.", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
     """Check the hashes of an archive's files and replay its golden requests.
 
@@ -26,12 +26,15 @@ def run(
     outputs differ from the stored ones. 2: the archive is damaged.
     """
     from recinfer.inference.verify import verify
+    from recinfer.remote.cache import in_cache
 
     output = Output(as_json)
-    report = verify(archive)
+    with in_cache(archive) as (folder, release):
+        report = verify(folder)
+    release()
     output.show(report)
     if where := where_rules_are(" ".join(report.problems)):
         output.show(Text(where))
-    output.finish({"archive": str(archive), "ok": report.ok, **asdict(report)})
+    output.finish({"archive": archive, "ok": report.ok, **asdict(report)})
     if not report.ok:
         raise typer.Exit(EXIT_FAILED_CHECK)
