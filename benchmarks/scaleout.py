@@ -3,7 +3,6 @@
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout                    # about a minute and a half on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --dim 64           # wider tables: more bytes on the wire
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --sharding row_wise
-    OMP_NUM_THREADS=1 python -m benchmarks.scaleout --half             # vectors as float16
 
 A DLRM of 26 features (INT8, 13 dense columns) with random weights, sharded over two ranks. Four setups run at a time: a
 single process, two shard servers, a ranker on both, and a ranker on one shard server with both ranks. The clients are
@@ -215,7 +214,7 @@ def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the result as a table."""
-    print(f"dim {options.dim}, {options.sharding}, {'float16' if options.half else 'float32'} on the wire")
+    print(f"dim {options.dim}, {options.sharding}")
     print(
         f"{'p50, one caller':22s}{'single':>10s}{'2 shards':>10s}{'added':>10s}{'1 shard':>10s}{'added':>10s}"
         f"{'bare':>10s}{'bare + 2':>10s}{'floor':>10s}  ms"
@@ -240,7 +239,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds per turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--callers", type=int, default=16)
-    parser.add_argument("--half", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -249,7 +247,7 @@ def main() -> None:
 
         def shards(file: str, ranks: dict[int, int]) -> Path:
             listed = {str(rank): [f"127.0.0.1:{port}"] for rank, port in ranks.items()}
-            document = {"format": "recinfer.shards", "version": 1, "ranks": listed, "settings": {"half": options.half}}
+            document = {"format": "recinfer.shards", "version": 1, "ranks": listed}
             (folder / file).write_text(json.dumps(document))
             return folder / file
 

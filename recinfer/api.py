@@ -74,7 +74,7 @@ def export(
     """Export a trained module in memory to an archive, as ``model.eval()`` would run it. The module is left as it is.
 
     Args:
-        model: with its weights; may be wrapped by DistributedModelParallel on one rank.
+        model: with its weights; may be wrapped by torch.compile, or by DistributedModelParallel on one rank.
         inputs: an example batch: a tuple of forward's arguments, ``(args, kwargs)``, or the only argument; a list of two
             batches of different sizes tells which axes are free. None: a made batch, for a forward that takes one float
             matrix and passes its sparse inputs on.
@@ -136,6 +136,7 @@ _plan = plan  # ``export`` has an argument of this name
 def _bare(model: nn.Module) -> nn.Module:
     from torch import nn
 
+    from recinfer.capture import unwrapped
     from recinfer.distributed.model_parallel import get_unwrapped_module
     from recinfer.errors import ConfigError
 
@@ -144,7 +145,9 @@ def _bare(model: nn.Module) -> nn.Module:
             f"model: got a {type(model).__name__}, expected the nn.Module with its weights; for a state dict, build the module "
             "and call load_state_dict first"
         )
-    return get_unwrapped_module(model)
+    while (inner := get_unwrapped_module(unwrapped(model))) is not model:
+        model = inner
+    return model
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

@@ -50,9 +50,12 @@ __all__ = [
     "collision_stubs",
     "described",
     "embedding_modules",
+    "model_copy",
     "read_arguments",
     "read_capture",
+    "torch_defaults",
     "trace",
+    "unwrapped",
 ]
 
 CAPTURE_VERSION = 1
@@ -252,8 +255,53 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
     Raises:
         CaptureError: the message names the input, or the line of forward.
     """
+    model = unwrapped(model)
     found = embedding_modules(model)
     return trace(model, list(found), list(found.values()), batches)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """``model`` without the outer wrappers of torch.compile, DataParallel and DistributedDataParallel.
+
+    Their ``forward`` takes any arguments, so that a trace would find no names.
+    """
+    while True:
+        if type(model).__name__ == "OptimizedModule":  # torch.compile(model); the class has no public name
+            model = getattr(model, "_orig_mod")  # noqa: B009 - not a declared attribute
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Run torch as a new process does: float32 on the CPU, without inference mode and autocast.
+
+    An archive does not depend on what the caller's notebook has set.
+    """
+    dtype = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def model_copy(model: nn.Module, stubs: Mapping[int, Any]) -> nn.Module:
+    """A copy of ``model`` in eval mode, with other modules in place of some: the ``id`` of a module -> the other one."""
+    with _CopyingResults():
+        return copy.deepcopy(model, dict(stubs)).eval()
+
+
+class _CopyingResults(TorchFunctionMode):
+    """Copies the tensors that a training step or torch.nn.utils.prune left in a module; deepcopy refuses them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------------- embedding modules
@@ -1427,13 +1475,13 @@ def _traced(
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
     stubs |= collision_stubs(model, stubs)
-    body = copy.deepcopy(model, stubs).eval()
+    body = model_copy(model, stubs)
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
     whole = _Whole(body, build, examples, counts, alike, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
-    with _patched(), torch.no_grad(), notes:
+    with torch_defaults(), _patched(), torch.no_grad(), notes:
         try:
             program = _exported(whole, tuple(example.sample for example in examples), axes)
             if notes.length_at and _fixed(program, examples):

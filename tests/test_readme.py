@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report_page
+from recinfer.inference.id_steps import COUNTS
 from tests.pages import blocks, finished, run_page, script_of, starts_from
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,6 +135,7 @@ def test_the_reference_has_every_command_call_and_metric(tmp_path: Path) -> None
     source = (ROOT / "recinfer/serving/server/telemetry/prometheus.py").read_text()
     metrics = (tmp_path / "metrics.md").read_text()
     assert all(f"`{name}" in metrics for name in re.findall(r'"(recinfer_\w+)"', source))
+    assert all(f"`{count.metric}_total`" in metrics for count in COUNTS.values())
 
 
 def test_sphinx_marks_of_docstrings_become_markdown() -> None:

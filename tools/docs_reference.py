@@ -110,6 +110,9 @@ def metrics() -> str:
     source = (ROOT / "recinfer/serving/server/telemetry/prometheus.py").read_text()
     made = r'(Gauge|Counter|Histogram)?(?:MetricFamily|_histograms)\(\s*"(recinfer_\w+)",\s*"([^"]+)"'
     rows = [(kind or "Histogram", name, said) for kind, name, said in re.findall(made, source)]
+    from recinfer.inference.id_steps import COUNTS
+
+    rows += sorted({("Counter", count.metric, count.help) for count in COUNTS.values()})
     lines = [
         "# Metrics\n",
         "`recinfer serve --metrics-port PORT` serves these metrics at `/metrics` in Prometheus' text format, and as JSON at `/status.json`. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from recinfer.archive.leaves import Leaf
-from recinfer.capture import Stub, collision_stubs
+from recinfer.capture import Stub, collision_stubs, model_copy
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -50,7 +49,7 @@ def made_batch(
     found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Vectors(leaf, found) for leaf in leaves}
     stubs |= collision_stubs(model, stubs)
-    body = copy.deepcopy(model, stubs).eval()
+    body = model_copy(model, stubs)
     prepare(body)
     for _ in range(4):  # the dense input, its width, the run that succeeds
         try:

@@ -66,7 +66,7 @@ def exported(part: Program) -> ExportedProgram:
     results: Any = graph.graph_copy(module.graph, copied)
     graph.output(tuple(results.values()))
     for node in graph.nodes:
-        if node.target is torch.ops.aten.detach_.default:  # a tensor made of numbers; programs change none in place
+        if node.target is torch.ops.aten.detach_.default:  # a tensor of numbers; programs change no tensor in place
             node.target = torch.ops.aten.detach.default
     taken += [InputSpec(InputKind.USER_INPUT, TensorArgument(copied[node].name), None) for node in part.given]
     given = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results.values()]

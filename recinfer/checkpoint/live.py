@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recinfer.checkpoint.dcp import Chunk, StoredTensor
 from recinfer.checkpoint.reader import CheckpointReader
@@ -20,7 +21,7 @@ class LiveWeights(CheckpointReader):
     """The weights of ``model``, whose tables may be sharded by one rank.
 
     Raises:
-        ConfigError: tables that are spread over several ranks.
+        ConfigError: tables that are spread over several ranks; tensors without data.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,6 +61,11 @@ class _Rows:
 
 
 def _stored(key: str, value: Any, path: Path) -> StoredTensor:
+    if is_lazy(value) or getattr(value, "is_meta", False):
+        why = "is not initialized; call the module once" if is_lazy(value) else "is on the meta device"
+        raise ConfigError(
+            f"the module has no weights: {key} {why}. Export the trained module, or its checkpoint by `recinfer export`"
+        )
     shards: list[tuple[tuple[int, ...], Tensor]]
     if hasattr(value, "local_shards"):
         shards = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]

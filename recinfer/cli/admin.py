@@ -308,6 +308,7 @@ def _only(found: Loaded, options: ListOptions) -> Loaded:
 def _table(found: Loaded) -> Table:
     headings = ("model", "version", "state", "share", "labels", "since", "engine", "memory", "deltas")
     table = slim_table(*headings, numbers=("share", "memory", "deltas"))
+    table.columns[headings.index("engine")].no_wrap = True
     for number, (model, versions) in enumerate(found.items()):
         total = sum(one.weight for one in versions.values()) or 1
         for version, one in versions.items():
@@ -319,7 +320,7 @@ def _table(found: Loaded) -> Table:
                 state,
                 f"{100 * one.weight / total:.3g} %",
                 ", ".join(one.labels),
-                _since(one.age_seconds).strftime("%Y-%m-%d %H:%M:%S"),
+                _since(one.age_seconds).strftime("%m-%d %H:%M:%S"),
                 one.engine or "lookups only",
                 size_text(one.bytes),
                 str(one.deltas),

@@ -17,6 +17,7 @@ from recinfer.inference.bags import Bags, Features, bags_of, offsets_of
 from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, input_specs
 from recinfer.inference.together import PredictInputs
 from recinfer.printed import Printed
+from recinfer.sizes import size_text
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 if TYPE_CHECKING:
@@ -142,9 +143,10 @@ class ArchivedModel(Printed):
     def __repr__(self) -> str:
         manifest = self.manifest
         dense = "lookups only" if manifest.dense is None else f"dense part on {manifest.dense.runs_on}"
+        number = len(manifest.tables)
         return (
-            f"<{self.name} {self.version}: {len(manifest.tables)} tables, {manifest.precision}, "
-            f"{manifest.bytes_total / 1e6:,.1f} MB, {dense}>"
+            f"<{self.name} {self.version}: {number} table{'s' if number != 1 else ''}, {manifest.precision}, "
+            f"{size_text(manifest.bytes_total)}, {dense}>"
         )
 
     def __str__(self) -> str:

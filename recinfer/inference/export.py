@@ -32,7 +32,7 @@ from recinfer.archive.positions import pack_position_weights
 from recinfer.archive.rank_files import rank_file, rects_by_rank
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
-from recinfer.capture import Captured
+from recinfer.capture import Captured, torch_defaults
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
@@ -145,7 +145,7 @@ def export_archive(
     check_precisions(plan)
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
-    with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
+    with torch_defaults(), one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         with spinner("exporting the dense part", progress):
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ExportReport", "TableReport", "make_report"]
 
 _NOT_COMPARED = (
-    "compared only with the float model of this checkpoint; --reference FILE also compares with outputs "
-    "recorded in training"
+    "compared only with the float model that was exported; a reference (--reference FILE) also compares with "
+    "outputs recorded in training"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,17 +18,18 @@ from typing import Any
 from recinfer.errors import UnavailableError
 from recinfer.files import write_file
 
-__all__ = ["START_S", "ServerProcess", "ranker_and_shard", "served"]
+__all__ = ["START_S", "ServerProcess", "ranker_and_shard", "run_child", "served"]
 
 START_S = 300.0
 """Seconds that a measured server may take to start."""
 _STOP_S = 30.0
 _LAST_WORDS_S = 1.0  # for the unread output of an ended process
+_CHILD = "from recinfer.serving.server_process import run_child; run_child()"
 
 
 class ServerProcess:
     """``recinfer serve ARGUMENTS --json`` as a child process. Its constructor starts it; a ``with`` block waits until it
-    serves, and stops it at the end.
+    serves, and stops it at the end. The server also ends when this process does, even by SIGKILL.
 
     Args:
         arguments: of ``recinfer serve``.
@@ -45,18 +47,22 @@ class ServerProcess:
         self.output: dict[str, Any] = {}
         self._text = " ".join(("recinfer serve", *map(str, arguments)))
         self._start_s = start_s
-        command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--json"]
+        command = [sys.executable, "-c", _CHILD, "serve", *map(str, arguments), "--json"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for error messages
-        with open(os.devnull) as nothing:
+        stdin, held = os.pipe()
+        self._held = open(held, "wb", buffering=0)  # noqa: SIM115 - the end of this pipe ends the server
+        try:
             # A separate session: Ctrl-C in the terminal reaches only this process, which stops the server.
             self._process = subprocess.Popen(
                 command,
-                stdin=nothing.fileno(),
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
                 start_new_session=True,
             )
+        finally:
+            os.close(stdin)
         self._reported = threading.Event()
         self._reader = threading.Thread(target=self._read, name="recinfer-output", daemon=True)
         self._reader.start()
@@ -128,6 +134,7 @@ class ServerProcess:
 
     def _end(self) -> None:
         self.stop()
+        self._held.close()
         self._reader.join(_LAST_WORDS_S)
         if not self._reader.is_alive() and self._process.stdout is not None:
             self._process.stdout.close()
@@ -141,6 +148,19 @@ class ServerProcess:
                     self.output.update(found)
                     self._reported.set()
         self._reported.set()
+
+
+def run_child() -> None:
+    """Run the command line in the process that a :class:`ServerProcess` started, until the pipe at its stdin ends."""
+
+    def watch() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="recinfer-parent", daemon=True).start()
+    from recinfer.__main__ import main
+
+    main()
 
 
 @contextmanager

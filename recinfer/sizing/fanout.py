@@ -1,4 +1,4 @@
-"""Latency of requests to many shards, computed: quantiles that each shard must meet, a queue model, hedged requests.
+"""Latency of requests to many shards, computed: a queue model, hedged requests, and the slowest of several shards.
 
 The queue is Lindley's recursion (D. V. Lindley, "The theory of queues with a single server", 1952) over measured service times;
 the effect of fan-outs on tail latency is from J. Dean and L. A. Barroso, "The Tail at Scale", 2013.
@@ -15,22 +15,11 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.sizing.capacity import OBJECTIVE_SHARE, Measured
 
-__all__ = ["Agreement", "agreement", "carried", "fanned", "hedged", "latencies", "needed_quantile", "waits"]
+__all__ = ["Agreement", "agreement", "carried", "fanned", "hedged", "latencies", "waits"]
 
 Array = NDArray[np.float64]
 
 _REQUESTS = 100_000
-
-
-def needed_quantile(objective: float, shards: int) -> float:
-    """The share of responses that each of ``shards`` independent shards must give in time, so that the share
-    ``objective`` of all requests is in time.
-    """
-    if not 0 < objective < 1 or shards < 1:
-        raise InputError(
-            f"got an objective of {objective} and {shards} shards, expected 0 < objective < 1 and at least one shard"
-        )
-    return float(objective ** (1 / shards))
 
 
 def waits(arrival_s: Array, service_s: Array) -> Array:

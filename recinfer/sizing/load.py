@@ -26,6 +26,9 @@ __all__ = ["Call", "Driver", "Measurement", "encode_requests"]
 
 Call = Literal["lookup", "predict"]
 
+_OPENING_S = (
+    60.0  # for the first request, which is not measured: a server may just have started, or answer old requests
+)
 _DISTINCT, _MOST_BYTES = 2048, 256 << 20  # maximum number and bytes of requests that are encoded in advance
 
 
@@ -151,7 +154,7 @@ class Driver:
         sent, done = np.full(count, np.nan), np.full(count, np.inf)
         errors: Counter[str] = Counter()
         reasons: list[str] = []
-        await self._client._call(self._call, self._requests[0], self._timeout)  # opens the connection
+        await self._client._call(self._call, self._requests[0], _OPENING_S)  # opens the connection
 
         async def ask(i: int) -> None:
             sent[i] = time.perf_counter() - begin

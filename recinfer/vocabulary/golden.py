@@ -25,13 +25,14 @@ def raw_requests(
     manifest: Manifest, vocabularies: Mapping[tuple[str, str], TableVocabulary], requests: Sequence[Request]
 ) -> list[Request]:
     """``requests`` with raw ids in place of rows: the id of the row, but unknown ids where no id has the row, and one in four
-    everywhere."""
+    everywhere. What the ids program computes ids of stays as it is."""
     if not vocabularies:
         return list(requests)
+    program = None if manifest.signature is None else manifest.signature.ids
     of_feature = {
         name: vocabularies[key]
         for name, (table, *_) in manifest.feature_tables.items()
-        if (key := (table.module, table.name)) in vocabularies
+        if (key := (table.module, table.name)) in vocabularies and (program is None or name not in program.features)
     }
     ids_of = {name: _ids_by_row(vocabulary) for name, vocabulary in of_feature.items()}
     unknown_of = {name: _unknown(vocabulary) for name, vocabulary in of_feature.items()}

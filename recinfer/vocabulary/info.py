@@ -176,7 +176,7 @@ def _check_vocabularies(infos: Sequence[VocabularyInfo], model: Model) -> None:
         if len(tables) > 1:
             raise ArchiveError(
                 f"feature {feature!r} reads {len(tables)} tables, and one of them has a vocabulary; expected that table alone, "
-                "since an id has one row then",
+                "since an id has one row then: give the other table the same ids under the name of another feature",
                 rule="V2",
             )
         if missing.get(feature) not in (None, "reject", "empty"):

@@ -95,7 +95,7 @@ def test_compare_that_proves_little_has_its_own_exit_code(files: Path, tmp_path:
 def test_without_a_reference_export_says_so(files: Path, tmp_path: Path) -> None:
     code, out, _ = run(*export(files, tmp_path / "c.rqa"))
     assert code == 0
-    assert "compared only with the float model of this checkpoint" in " ".join(out.split())
+    assert "compared only with the float model that was exported" in " ".join(out.split())
     assert run_json(*export(files, tmp_path / "d.rqa"))["report"]["reference"] is None
 
 

@@ -7,7 +7,9 @@ import io
 import math
 import os
 import pty
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from recinfer.checkpoint import save_checkpoint
-from recinfer.cli import bench
+from recinfer.cli import admin, bench
 from recinfer.printed import slim_table
 from recinfer.serving.bench import LoadResult
+from recinfer.serving.client.admin import LoadedVersion
 from recinfer.sizing.deployment import Deployment
 from recinfer.sizing.hosts import HostType
 from recinfer.sizing.report import COLUMNS, rows
@@ -82,3 +85,12 @@ def test_tables_of_figures_fit_80_columns() -> None:
     for row in rows(deployments):
         table.add_row(*row)
     assert ["110,527.20", "yes"] in [line.split()[-2:] for line in lines_of(table)]
+
+
+def test_words_of_the_table_of_versions_are_whole_at_80_columns() -> None:
+    one = LoadedVersion(0, "a" * 64, 729_000, 0, ("stable",), 60.0, "onnxruntime")
+    shown = lines_of(admin._table({"ctr": {"7": one, "8": replace(one, weight=1)}}))
+    words = {word for line in shown for word in line.split()}
+    assert {"onnxruntime", "(default)", "serving", "stable"} <= words
+    assert any(re.fullmatch(r"\d\d-\d\d", word) for word in words)
+    assert any(re.fullmatch(r"\d\d:\d\d:\d\d", word) for word in words)

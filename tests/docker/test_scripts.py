@@ -32,6 +32,7 @@ from tests.docker.test_files import DOCKER, ROOT
 from tests.ports import free_port
 from tests.serving.conftest import build_archive, build_model, export
 from tests.serving.remote.fleet import write_shards
+from tests.waiting import until
 from tests.warm_shell import warm_tools
 
 TOKEN = "a-token-of-a-test-0123456789"
@@ -194,16 +195,14 @@ def test_healthcheck_fails_without_a_server():
 def test_the_healthcheck_knows_ipv6_and_shows_a_certificate(tmp_path: Path):
     archive = build_archive(tmp_path)
     with Server({"tiny": load(archive)}, "::1") as server:
-        for host in ("::1", "[::1]"):
-            done = check(server.port, RECINFER_HOST=host)
-            assert done.returncode == 0, done.stderr
+        for host in ("::1", "[::1]"):  # a check gives up after three seconds
+            until(lambda host=host: check(server.port, RECINFER_HOST=host).returncode == 0)
     need_openssl()
     tls = self_signed(tmp_path, ("server", "client"), "IP:127.0.0.1")
     mine = {"RECINFER_TLS_CERT": tls / "client.pem", "RECINFER_TLS_KEY": tls / "client.key"}
     security = Security(tls_cert=tls / "server.pem", tls_key=tls / "server.key", client_ca=tls / "client.pem")
     with Server({"tiny": load(archive)}, security=security) as server:
-        done = check(server.port, RECINFER_TLS_CA=tls / "server.pem", **mine)
-        assert done.returncode == 0, done.stderr
+        until(lambda: check(server.port, RECINFER_TLS_CA=tls / "server.pem", **mine).returncode == 0)
         assert check(server.port, RECINFER_TLS_CA=tls / "server.pem").returncode == 1
         done = check(server.port, RECINFER_TLS_CA=tls / "server.pem", RECINFER_TLS_KEY=tls / "client.key")
         assert done.returncode == 1 and "RECINFER_TLS_CERT" in done.stderr

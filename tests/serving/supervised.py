@@ -19,7 +19,13 @@ from tests.caller_threads import CallerThreads
 from tests.serving.conftest import make_request
 from tests.warm import starting_warm
 
-__all__ = ["FAKE", "Load", "supervised", "supervising"]
+__all__ = ["FAKE", "PATIENT", "WAITS", "Load", "supervised", "supervising"]
+
+WAITS = ("--worker-timeout", "600")
+"""Options of `recinfer serve --workers`: no worker counts as hung because the machine is busy."""
+
+PATIENT = "from recinfer.serving.workers import changes; changes._ANSWER_S = 600.0\n"
+"""Begins the code of such a server: a change of models waits for workers that are slow to answer."""
 
 FAKE = """
 import json, os, pathlib, sys, time

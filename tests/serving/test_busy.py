@@ -17,6 +17,7 @@ from recinfer.serving.shards.fan_out import waited_for
 from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive
+from tests.waiting import until
 
 
 class Time:
@@ -103,5 +104,5 @@ def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest
                 parts = {0: [[b""]]}
                 query = ShardQuery("nobody has it", 1, parts, math.inf, False, False, lambda rank, arrays: True)
                 waited_for(partial(begin_fan_out, fan_out, query)).result()
+        until(lambda: server._pool_seconds > 0.0)  # counted once the answer is sent
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
-        assert server._pool_seconds > 0.0

@@ -22,6 +22,7 @@ from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts
 from tests.serving.conftest import make_request
+from tests.serving.supervised import PATIENT, WAITS
 from tests.serving.test_deltas import store
 from tests.waiting import stand_still, until
 from tests.warm import RECINFER, Program, warm_workers
@@ -33,10 +34,6 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="nee
 __all__ = ["store"]
 
 
-# A change of models waits for workers that are slow to answer.
-_PATIENT = "from recinfer.serving.workers import changes; changes._ANSWER_S = 600.0\n"
-
-
 @contextmanager
 def serving(*arguments: str, program: str = "") -> Iterator[tuple[Program, dict[str, Any]]]:
     """``recinfer serve`` with ``arguments``; what it said when it was ready.
@@ -44,7 +41,7 @@ def serving(*arguments: str, program: str = "") -> Iterator[tuple[Program, dict[
     Args:
         program: what runs it; without it the workers are warm.
     """
-    with Program(_PATIENT + (program or warm_workers()), "serve", "--port", "0", "--json", *arguments) as process:
+    with Program(PATIENT + (program or warm_workers()), "serve", "--port", "0", "--json", *arguments) as process:
         line = process.stdout.readline()
         assert line, process.communicate()
         yield process, json.loads(line)
@@ -82,7 +79,7 @@ def counted(shown: dict[str, Any]) -> int:
 
 
 def test_metrics_are_the_sum_of_the_workers_also_of_one_that_was_killed(archive: Path):
-    with serving(str(archive), "--workers", "2", "--metrics-port", "0") as (process, ready):
+    with serving(str(archive), "--workers", "2", "--metrics-port", "0", *WAITS) as (process, ready):
         target = f"127.0.0.1:{ready['port']}"
         # A worker that does not say within a second how it is is shown as it was: so what is expected is waited for.
         until(lambda: status(ready)["workers"] == 2)
@@ -114,7 +111,7 @@ def test_changes_reach_all_workers_and_their_successors(store: Path, tmp_path: P
     folder = tmp_path / "store"
     shutil.copytree(store, folder)
     shutil.rmtree(folder / "tiny" / "4")
-    arguments = ("--model-store", str(folder), "--admin", "--workers", "2", "--metrics-port", "0")
+    arguments = ("--model-store", str(folder), "--admin", "--workers", "2", "--metrics-port", "0", *WAITS)
     with serving(*arguments) as (process, ready):
         target = f"127.0.0.1:{ready['port']}"
         shutil.copytree(folder / "tiny" / "3", folder / "tiny" / "4")  # newer than what is served
@@ -203,7 +200,7 @@ def test_a_shard_is_up_where_all_workers_see_it_so():
 
 
 def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
-    arguments = (str(archive), "--workers", "2", "--metrics-port", "0", "--worker-timeout", "600")
+    arguments = (str(archive), "--workers", "2", "--metrics-port", "0", *WAITS)
     with serving(*arguments, program=RECINFER) as (process, ready):  # SIGSTOP has to reach the worker
         ask(f"127.0.0.1:{ready['port']}", 12)
         until(lambda: counted(status(ready)) == 12)

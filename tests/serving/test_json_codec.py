@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,29 @@ def test_weights_follow_the_ids():
     body = {"features": {"a": [[7], [8, 9]]}, "weights": {"a": [[1], [0.5, 2]]}}
     request = pb.LookupRequest.FromString(json_codec.lookup_request(body))
     assert codec.decode_bags(request.features, Limits()).kjt().weights().tolist() == [1, 0.5, 2]
+
+
+def test_weights_of_a_context_and_of_inputs():
+    body = {
+        "features": {"a": [[7], [8, 9]]},
+        "context": {"user": [[3, 4]], "city": [["paris"]], "prices": [[0.5]]},
+        "inputs": {"times": [[1, 2], [3, 4]], "gaps": [[0.5], []]},
+        "weights": {
+            "user": [[0.25, 4]],
+            "city": [[3]],
+            "prices": [[2]],
+            "times": [[1, 2], [0.5, 3]],
+            "gaps": [[8], []],
+        },
+    }
+    request = pb.PredictRequest.FromString(json_codec.predict_request(body))
+    assert codec.decode_bags(request.features, Limits()).kjt().weights_or_none() is None
+    assert list(request.context.keys) == ["user", "city"]
+    assert np.frombuffer(request.context.weights, np.float32).tolist() == [0.25, 4, 3]
+    given = {one.name: one for one in (*request.inputs, *request.context_inputs)}
+    read = {name: np.frombuffer(one.weights, np.float32).tolist() for name, one in given.items()}
+    assert read == {"times": [1, 2, 0.5, 3], "gaps": [8], "prices": [2]}
+    assert np.frombuffer(given["times"].lengths, np.int32).tolist() == [2, 2]
 
 
 def test_no_ids_at_all():
@@ -62,6 +86,9 @@ def test_what_is_not_finite_is_null():
         ({"weights": {"c": [[1], [2, 3]]}}, ["weights", "'c'", "features"]),
         ({"weights": {"a": [[1], [2]], "b": [3, []]}}, ["weights['a']", "one weight per id"]),
         ({"weights": {"a": [["x"], [2, 3]], "b": [3, []]}}, ["weights", "numbers"]),
+        ({"inputs": {"t": [[1], [2]]}, "weights": {"t": [[1], [2, 3]]}}, ["weights['t']", "one weight for each value"]),
+        ({"inputs": {"t": [[1], [2]]}, "weights": {"t": [["x"], [2]]}}, ["'t'", "numbers"]),
+        ({"context": {"u": [[1, 2]]}, "weights": {"u": [[1]]}}, ["weights['u']", "one weight for each value"]),
         ({"dense": [[1, 2]]}, ["dense", "[1, 2]", "2 (the batch size)"]),
         ({"dense": [[1, 2], [3]]}, ["dense", "numbers"]),
         ({"dense": [["x", 2], [3, 4]]}, ["dense", "numbers"]),

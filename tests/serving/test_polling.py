@@ -40,6 +40,7 @@ from tests.certificates import need_openssl, self_signed
 from tests.e2e.commands import run_json
 from tests.serving.conftest import build_model, export, make_request
 from tests.serving.paths import decoded
+from tests.serving.supervised import PATIENT, WAITS
 from tests.serving.test_models import damage
 from tests.waiting import until
 from tests.warm import Program, warm_workers
@@ -423,8 +424,9 @@ def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, 
         "--port",
         "0",
         "--json",
+        *WAITS,
     ]
-    with Program(warm_workers(), *serve) as process:
+    with Program(PATIENT + warm_workers(), *serve) as process:
         try:
             target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
 

@@ -37,6 +37,7 @@ from tests.certificates import certified, need_openssl, self_signed
 from tests.rotating import Callers, Files
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import asking, shard, write_shards
+from tests.serving.supervised import WAITS
 from tests.waiting import replace_bytes, replace_text, until
 from tests.warm import Program, warm_workers
 
@@ -368,7 +369,7 @@ def test_the_command_follows_its_files_and_survives_sighup(archive: Path, tmp_pa
     path = tmp_path / "token"
     path.write_text(OLD)
     _, features = make_request(1, 2)
-    arguments = ["--port", 0, "--json", "--token-file", path, "--workers", 2]
+    arguments = ["--port", 0, "--json", "--token-file", path, "--workers", 2, *WAITS]
     with Program(warm_workers(), "serve", archive, *arguments) as process:
         try:
             target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"

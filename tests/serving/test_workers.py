@@ -31,7 +31,7 @@ from recinfer.serving.workers import process as worker_process
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import replace_archive
-from tests.serving.supervised import FAKE, Load, supervised, supervising
+from tests.serving.supervised import FAKE, WAITS, Load, supervised, supervising
 from tests.waiting import stand_still, until
 from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm, warm_workers
 
@@ -230,7 +230,7 @@ def test_workers_have_the_supervisors_token_in_their_environment():
 
 def test_the_command_drains_all_workers_on_sigterm(archive: Path):
     """Workers start no workers, wherever the arguments end; an option given twice is what it says last."""
-    options = ["--port", "1", "--json", "--workers", "2", "--port", "0", "--"]
+    options = ["--port", "1", "--json", "--workers", "2", *WAITS, "--port", "0", "--"]
     command = [sys.executable, "-m", "recinfer", "--debug", "serve", *options, str(archive)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -325,7 +325,7 @@ def test_child_of_a_supervisor_is_not_a_supervisor(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archive: Path, tmp_path: Path):
-    command = [sys.executable, "-c", warm_workers(), "serve", str(archive), "--workers", "2", "--port", "0"]
+    command = [sys.executable, "-c", warm_workers(), "serve", str(archive), "--workers", "2", "--port", "0", *WAITS]
     log = tmp_path / "log"
     with (
         log.open("w") as stderr,

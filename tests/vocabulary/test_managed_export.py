@@ -290,5 +290,25 @@ def test_a_module_sharded_by_one_rank_is_exported_live(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+class Hashed(OneTable):
+    """Computes the raw ids of its table from those of the request, under the same name."""
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        ids = (sparse.values() * 31 + 7) % 1_000_003
+        return super().forward(KeyedJaggedTensor(sparse.keys(), ids, lengths=sparse.lengths()))
+
+
+def test_raw_ids_that_forward_computes(tmp_path: Path) -> None:
+    model = Hashed()
+    for step in range(12):
+        model(one_feature(ids_of_step(step)))
+    model.eval()
+    served = recinfer.export(model, (ids_for_trace(),), tmp_path / "m.rqa", precision="fp32", progress=False)
+    assert verify(tmp_path / "m.rqa").ok
+    ids = one_feature(torch.cat([ids_of_step(11), queries(200)]))
+    assert torch.equal(served(ids), model(ids))
+    assert len(served(ids).unique(dim=0)) > 3
+
+
 def one_feature(ids: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f"], ids, lengths=torch.ones_like(ids))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import ssl
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from recinfer.strict_json import build, loads, raising_config_error
 __all__ = ["ShardCredentials", "ShardsConfig", "ShardsSettings", "read_shards", "shards_json"]
 
 FORMAT, VERSION = "recinfer.shards", 1
+_log = logging.getLogger(__name__)
 _RANK = re.compile("0|[1-9][0-9]{0,8}")
 _ADDRESS = re.compile(r"(dns:///)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
@@ -41,7 +43,6 @@ class ShardsSettings:
         missing: the effect of a rank without a usable replica. ``"default_rows"``: its vectors are zero, and the answer says
             so; archives whose manifest does not allow this are refused. ``"error"``: an error, also where the manifest allows
             default rows. None: each archive's manifest decides.
-        half: have vectors sent as float16: half the bytes, three decimal digits.
         token_file: file with the bearer token of the shard servers; None: this ranker's own token.
         tls_ca, tls_cert, tls_key: PEM files of the shard servers' authority, and of this ranker's certificate for mutual TLS.
         tls_name: name in the shard servers' certificates; None: their address.
@@ -52,7 +53,6 @@ class ShardsSettings:
     timeout_seconds: float = 5.0
     prepare_seconds: float = 600.0
     missing: Literal["error", "default_rows"] | None = None
-    half: bool = False
     token_file: str | None = None
     tls_ca: str | None = None
     tls_cert: str | None = None
@@ -103,7 +103,10 @@ def read_shards(path: Path) -> ShardsConfig:
     """
     try:
         with raising_config_error():
-            found = build(_ShardsJson, loads(path.read_bytes(), str(path)), str(path))
+            data = loads(path.read_bytes(), str(path))
+            if isinstance(settings := data.get("settings"), dict) and settings.pop("half", False):
+                _log.warning("%s: the setting half has no effect any more: vectors are exact; remove it", path)
+            found = build(_ShardsJson, data, str(path))
     except OSError as error:
         raise ConfigError(f"shards: cannot read {str(path)!r}: {error.strerror}") from None
     if found.version != VERSION:

@@ -74,11 +74,6 @@ class FanOut:
         return self._missing or self.pool.config.settings.missing
 
     @property
-    def half(self) -> bool:
-        """Whether shard servers send vectors as float16, by the current settings."""
-        return self.pool.config.settings.half
-
-    @property
     def gives_default_rows(self) -> bool:
         """Whether default rows are used where the manifest allows them."""
         return self.missing != "error"

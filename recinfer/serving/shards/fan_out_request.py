@@ -78,7 +78,6 @@ class ShardQuery:
         batch: number of samples.
         parts: rank -> its parts of the message.
         deadline: a time of ``time.monotonic()``; infinite: the settings' timeout counts.
-        half: whether shard servers send vectors as float16.
         default_rows: whether the version's manifest allows default rows for a rank without an answer; the settings may
             forbid them.
         fits: checks each rank's answer; an answer that does not fit counts as failed.
@@ -89,7 +88,6 @@ class ShardQuery:
     batch: int
     parts: Mapping[int, Parts]
     deadline: float
-    half: bool
     default_rows: bool
     fits: Fits
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -193,7 +191,7 @@ class FanOutRequest:
     def _send(self, attempt: _Attempt) -> None:
         query, fan_out, replica = self._query, self._fan_out, attempt.replica
         parts = [part for rank in attempt.ranks for part in query.parts[rank]]
-        message = join_request(query.version, query.batch, parts, query.half, self._trace)
+        message = join_request(query.version, query.batch, parts, self._trace)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:
@@ -264,7 +262,7 @@ class FanOutRequest:
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
-        arrays = decode_response(data, self._query.half)
+        arrays = decode_response(data)
         if len(arrays) != attempt.num_parts:
             raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
         found: Answers = {}

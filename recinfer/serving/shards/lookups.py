@@ -97,8 +97,7 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        # Golden requests need exact answers, so float16 is never used here.
-        begin = functools.partial(self._begin, requests, present, float("inf"), half=False)
+        begin = functools.partial(self._begin, requests, present, float("inf"))
         return cast(Found, waited_for(begin).result())
 
     def begin(
@@ -115,7 +114,7 @@ class RemoteLookups:
             done: called once: on this thread if an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done, half=self._fan_out.half, trace=trace)
+            self._begin(requests, present, deadline, done, trace)
         except Exception as error:
             done(None, error)
 
@@ -125,8 +124,6 @@ class RemoteLookups:
         present: Set[str] | None,
         deadline: float,
         done: FoundCallback,
-        *,
-        half: bool,
         trace: Mapping[str, str] = NO_TRACE,
     ) -> None:
         """Begin the fan-out; raises InputError for errors in the requests themselves."""
@@ -162,7 +159,7 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, half, self._default_rows, fits, trace)
+        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, self._default_rows, fits, trace)
         begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:

@@ -90,8 +90,8 @@ def part_head(rank: int, module: int, width: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _request_head(version: str, batch: int, half: bool) -> bytes:
-    return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=not half).SerializeToString()
+def _request_head(version: str, batch: int) -> bytes:
+    return pb.ShardRequest(version=version, batch_size=batch, stored=True).SerializeToString()
 
 
 def trace_field(headers: Mapping[str, str]) -> bytes:
@@ -111,17 +111,16 @@ def trace_headers(data: bytes) -> dict[str, str]:
     return {key: value for key, name in _TRACE.items() if (value := getattr(trace, name))}
 
 
-def join_request(
-    version: str, batch: int, parts: Iterable[Sequence[Buffer]], half: bool = False, trace: bytes = b""
-) -> bytes:
+def join_request(version: str, batch: int, parts: Iterable[Sequence[Buffer]], trace: bytes = b"") -> bytes:
     """A serialized ``ShardRequest`` of parts of :func:`encode_part`.
 
+    Vectors are sent as the table's stored rows, where these have fewer bytes than float32; the ranker computes the same float32
+    numbers.
+
     Args:
-        half: vectors are sent as float16: half the bytes, three decimal digits. Otherwise vectors are sent as the table's
-            stored rows, where these have fewer bytes than float32; the ranker computes the same float32 numbers.
         trace: see :func:`trace_field`.
     """
-    return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part), trace])
+    return b"".join([_request_head(version, batch), *(buffer for part in parts for buffer in part), trace])
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +140,6 @@ class Request:
 
     version: str
     batch: int
-    half: bool
     parts: Sequence[pb.ShardPart]
 
 
@@ -150,7 +148,7 @@ def decode_request(data: bytes, limits: Limits) -> Request:
     message = codec.parse(pb.ShardRequest, data)
     if not 1 <= message.batch_size <= limits.max_concurrent * limits.max_batch:
         raise InputError(f"batch_size: got {message.batch_size}, expected 1 or more")
-    return Request(message.version, message.batch_size, message.half, message.parts)
+    return Request(message.version, message.batch_size, message.parts)
 
 
 def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
@@ -229,15 +227,9 @@ def _values_head(at: int, size: int) -> bytes:
     return head
 
 
-def decode_response(data: bytes | bytearray, half: bool = False) -> list[NDArray[Any]]:
-    """The arrays of a response, flat, over its own bytes, packed arrays as uint8; raises InputError for malformed bytes.
-
-    ``half``: whether the request asked for float16.
-    """
-    types: dict[int, np.dtype[Any]] = {
-        _VALUES: np.dtype(np.float16 if half else np.float32),
-        _PACKED: np.dtype(np.uint8),
-    }
+def decode_response(data: bytes | bytearray) -> list[NDArray[Any]]:
+    """The arrays of a response, flat, over its own bytes, packed arrays as uint8; raises InputError for malformed bytes."""
+    types: dict[int, np.dtype[Any]] = {_VALUES: np.dtype(np.float32), _PACKED: np.dtype(np.uint8)}
     arrays: list[NDArray[Any]] = []
     for number, view in _fields(data):
         kind = types.get(number)

@@ -119,7 +119,7 @@ class RankSpans:
         """The rank's answer for ``join``."""
         if is_packed(values):
             return RankAnswer(values, PACKED_ANSWER, self.pairs)
-        return RankAnswer(values.astype(np.float32, copy=False), self.columns, self.runs)
+        return RankAnswer(values, self.columns, self.runs)
 
 
 def spans_of(mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: Mapping[int, int]) -> RankSpans:

@@ -203,5 +203,5 @@ class RemoteTables(ByteTables):
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits, trace)
+        query = ShardQuery(self._version, batch, parts, deadline, self._default_rows, fits, trace)
         begin_fan_out(self._fan_out, query, done)

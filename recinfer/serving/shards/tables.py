@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-
 from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.mapping import MappedShards
@@ -232,8 +230,7 @@ class ShardTables:
             accepted.append((part, tables))
         values = []
         for part, tables in accepted:
-            arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
-            values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
+            values.append(tables.find(decode_part(part, tables.num_streams, request.batch), request.batch))
         return encode_response(values)
 
     def _base(self, key: str, folder: str) -> Archive:

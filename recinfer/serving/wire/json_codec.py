@@ -2,7 +2,8 @@
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
 ``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list with one list of ids, or one id, per
-sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1).
+sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1), also of those in the
+context, and of other inputs with a list per sample.
 ``"context"`` holds features of one sample that go with all samples; ``"inputs"`` holds other inputs by name, each a list with one
 entry per sample: a number, or lists of numbers, which may differ in length by sample. Lookup takes the same without ``dense`` and gives
 ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. Both may name ``model`` and
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.columns import FeatureArrays, as_features, as_matrix
+from recinfer.columns import FeatureArrays, as_features, as_float32, as_matrix, bag_of
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays, as_input
 from recinfer.serving.wire.arrays import (
@@ -155,13 +156,18 @@ def json_rows(body: Mapping[str, Any], known: frozenset[str] = _PREDICT_KEYS) ->
     if unknown := sorted(set(body) - known):
         raise InputError(f"body: got unknown fields {unknown[:5]}, expected some of {sorted(known)}")
     named = {} if body.get("inputs") is None else _columns("inputs", body["inputs"])
-    inputs = {name: as_input(name, values) for name, values in named.items()}
-    features = {} if inputs and "features" not in body else _columns("features", body.get("features"))
+    features = {} if named and "features" not in body else _columns("features", body.get("features"))
+    context: dict[str, Any] | None = None if body.get("context") is None else dict(_columns("context", body["context"]))
     weights = {} if body.get("weights") is None else _columns("weights", body["weights"])
-    if strange := sorted(set(weights) - set(features)):
+    if strange := sorted(set(weights) - {*features, *named, *(context or ())}):
         raise InputError(f"weights: got {strange[0]!r}, expected some of the features: {sorted(features)[:10]}")
     pairs = {name: (ids, weights[name]) if name in weights else ids for name, ids in features.items()}
-    context = None if body.get("context") is None else _columns("context", body["context"])
+    inputs = {
+        name: _weighted_input(name, values, weights[name]) if name in weights else as_input(name, values)
+        for name, values in named.items()
+    }
+    if context is not None:
+        context |= {name: _weighted(name, context[name], weights[name]) for name in weights if name in context}
     dense = as_matrix(body["dense"]) if body.get("dense") else None
     found = as_features(pairs) if pairs or not inputs else no_features(inputs)
     return JsonRows(dense, found, context, _name(body, "model"), _name(body, "version"), inputs)
@@ -195,6 +201,35 @@ def lookup_response(data: bytes) -> dict[str, Any]:
         "sequences": {key: [bag.tolist() for bag in bags] for key, bags in found.bags().items()},
         "model_version": found.version,
     }
+
+
+def _weighted(name: str, values: list[Any], weights: list[Any]) -> Any:
+    """A column of a context with its weights: ids and weights, or another input."""
+    _check_weights(name, values, weights)
+    if all(type(value) in (int, str) for row in values for value in bag_of(row)):
+        return values, weights
+    return _weighted_input(name, values, weights)
+
+
+def _weighted_input(name: str, values: list[Any], weights: list[Any]) -> InputArrays:
+    """An input with a list of values per sample, and their weights."""
+    _check_weights(name, values, weights)
+    own = _jagged(name, values)
+    return InputArrays(own.values, own.lengths, as_float32(_jagged(name, weights).values))
+
+
+def _check_weights(name: str, values: list[Any], weights: list[Any]) -> None:
+    if [len(bag_of(row)) for row in values] != [len(bag_of(row)) for row in weights]:
+        raise InputError(f"weights[{name!r}]: got lists of other lengths, expected one weight for each value")
+
+
+def _jagged(name: str, rows: list[Any]) -> InputArrays:
+    found = as_input(name, rows)
+    if found.lengths is not None:
+        return found
+    each = found.values.shape[1] if found.values.ndim > 1 else 1
+    values = found.values.reshape(-1, *found.values.shape[2:])
+    return InputArrays(values, np.full(len(rows), each, np.int32))
 
 
 def _finite(value: Any) -> Any:

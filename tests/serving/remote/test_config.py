@@ -60,6 +60,15 @@ def test_a_bad_file(tmp_path: Path, change: dict[str, Any], says: str):
         read_shards(path)
 
 
+def test_a_setting_that_has_no_effect_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "shards.json"
+    for half in (True, False):
+        path.write_text(json.dumps({**GOOD, "settings": {"half": half, "timeout_seconds": 2}}))
+        assert read_shards(path).settings == ShardsSettings(timeout_seconds=2)
+        assert ("the setting half has no effect any more" in caplog.text) is half
+        caplog.clear()
+
+
 def test_no_file_and_no_json(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot read"):
         read_shards(tmp_path / "none.json")

@@ -235,9 +235,7 @@ def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
     assert tables.find_directly(data, Limits()) is not None
     whole = make_request(3, longest=1)
     beyond = KeyedJaggedTensor(whole.keys(), whole.values() + 1000, lengths=whole.lengths())
-    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], half=True)
     for other in (
-        halves,
         shard_messages(archive, beyond, (0, 1), key),
         shard_messages(archive, whole, (0, 1), "another"),
         shard_messages(archive, whole, (2,), key),
@@ -304,28 +302,27 @@ def test_thousands_of_samples_get_the_answers_of_few(tmp_path: Path, samples: in
             assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
 
 
-def test_predictions_float16_and_a_lookup_without_ids(tmp_path: Path):
+def test_predictions_and_a_lookup_without_ids(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise", pooling=PoolingType.MEAN)
-    for half in (False, True):
-        with served(archive, tmp_path, half=half) as service:
-            for seed, batch in enumerate((1, 5, 40)):
-                dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
-                data = codec.encode_predict_request(dense, make_request(batch, seed))
-                found = straight(service, "Predict", data)
-                assert found is not None
-                pair = [pb.PredictResponse.FromString(x) for x in (found, ordinary(service, "Predict", data))]
-                (a,), (b,) = (answer.outputs for answer in pair)
-                assert (a.name, list(a.shape)) == (b.name, list(b.shape))
-                np.testing.assert_allclose(
-                    np.frombuffer(a.values, np.float32), np.frombuffer(b.values, np.float32), rtol=1e-5, atol=1e-6
-                )
-            data = codec.encode_lookup_request(make_request(4, 1, longest=9))
-            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
-            nothing = KeyedJaggedTensor(
-                ["a", "d"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
+    with served(archive, tmp_path) as service:
+        for seed, batch in enumerate((1, 5, 40)):
+            dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+            data = codec.encode_predict_request(dense, make_request(batch, seed))
+            found = straight(service, "Predict", data)
+            assert found is not None
+            pair = [pb.PredictResponse.FromString(x) for x in (found, ordinary(service, "Predict", data))]
+            (a,), (b,) = (answer.outputs for answer in pair)
+            assert (a.name, list(a.shape)) == (b.name, list(b.shape))
+            np.testing.assert_allclose(
+                np.frombuffer(a.values, np.float32), np.frombuffer(b.values, np.float32), rtol=1e-5, atol=1e-6
             )
-            data = codec.encode_lookup_request(nothing)
-            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+        data = codec.encode_lookup_request(make_request(4, 1, longest=9))
+        assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+        nothing = KeyedJaggedTensor(
+            ["a", "d"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
+        )
+        data = codec.encode_lookup_request(nothing)
+        assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
 
 
 def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):

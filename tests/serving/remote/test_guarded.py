@@ -20,6 +20,7 @@ from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import Process, asking, shard, write_shards
+from tests.serving.supervised import WAITS
 from tests.waiting import until
 
 TOKEN = "a-token-of-enough-letters"
@@ -72,7 +73,7 @@ def test_workers_share_a_port_and_the_shards(archive: Path, tmp_path: Path):
         shards = [stack.enter_context(shard(archive, [rank])) for rank in (0, 1)]
         path = write_shards(tmp_path / "shards.json", {rank: [s.target] for rank, s in enumerate(shards)})
         port = free_port()
-        arguments = [archive, "--shards", path, "--workers", "2", "--port", str(port), "--json"]
+        arguments = [archive, "--shards", path, "--workers", "2", *WAITS, "--port", str(port), "--json"]
         ranker = Process(*arguments, log=tmp_path / "ranker.log")
         stack.callback(ranker.close)
         until(lambda: re.search(r'"port".*\n', ranker.said) is not None)

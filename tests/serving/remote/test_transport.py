@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from recinfer.errors import InputError, UnavailableError
-from recinfer.inference.lookups import run_steps
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.server.security import Security
@@ -213,19 +210,6 @@ def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(t
                 same(answer.result(60), expected, exact=True)
             assert fan_out.calls["hedge_won"] == 0, "the one that was asked had to answer"
             same(predictor.lookup(request), expected, exact=True)
-
-
-def test_half_precision_on_the_wire(tmp_path: Path):
-    archive = make_archive(tmp_path, "row_wise")
-    request = make_request(20)
-    expected = load(archive).lookup(request).pooled.values()
-    with remote(archive, GROUPS, tmp_path, half=True) as there:
-        assert not torch.equal(expected, expected.half().float())
-        done: queue.SimpleQueue[LookupResult] = queue.SimpleQueue()
-        run_steps(there.lookup_steps(request), math.inf, done.put, lambda work: work())
-        got = done.get(timeout=90).pooled.values()
-    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-    assert not torch.equal(got, expected)
 
 
 def test_bad_ids_are_named_as_ever(tmp_path: Path):

@@ -358,7 +358,8 @@ def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
 def _columns(
     columns: Any, inputs: ModelInputs, with_dense: bool, most: int, in_context: frozenset[str] = frozenset()
 ) -> _Table:
-    """The cells of ``inputs``: by name a list with one cell per sample, or ``{"ids": [...], "weights": [...]}``."""
+    """The cells of ``inputs``: by name a list with one cell per sample, or ``{"ids": [...], "weights": [...]}``, of an input that is
+    no feature ``{"values": [...], "weights": [...]}``."""
     only = inputs.only()
     if only is not None and (type(columns) is list or (type(columns) is dict and "ids" in columns and only != "ids")):
         columns = {only: columns}
@@ -386,11 +387,14 @@ def _columns(
 def _cells(name: str, column: Any) -> list[Any]:
     if type(column) is list:
         return column
-    if type(column) is dict and column.keys() == {"ids", "weights"}:
-        ids, weights = column["ids"], column["weights"]
-        if type(ids) is list and type(weights) is list and len(ids) == len(weights):
-            return [{"ids": own, "weights": given} for own, given in zip(ids, weights)]
-        raise InputError(f"inputs[{name!r}]: got ids and weights that are not lists of one length, one entry a sample")
+    if type(column) is dict and len(column) == 2 and "weights" in column and ("ids" in column or "values" in column):
+        what = "ids" if "ids" in column else "values"
+        rows, weights = column[what], column["weights"]
+        if type(rows) is list and type(weights) is list and len(rows) == len(weights):
+            return [{what: own, "weights": given} for own, given in zip(rows, weights)]
+        raise InputError(
+            f"inputs[{name!r}]: got {what} and weights that are not lists of one length, one entry a sample"
+        )
     raise InputError(f"inputs[{name!r}]: got {text_of(column)}, expected a list with one entry a sample")
 
 

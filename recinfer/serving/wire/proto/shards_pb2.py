@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18recinfer/v1/shards.proto\x12\x0brecinfer.v1\"\x81\x01\n\tShardPart\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06module\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x05\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x11\n\tids_int64\x18\x06 \x01(\x0c\x12\x0f\n\x07weights\x18\x07 \x01(\x0c\"\x9b\x01\n\x0cShardRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.recinfer.v1.ShardPart\x12\x0c\n\x04half\x18\x04 \x01(\x08\x12\x0e\n\x06stored\x18\x05 \x01(\x08\x12!\n\x05trace\x18\x06 \x01(\x0b\x32\x12.recinfer.v1.Trace\"D\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12\x12\n\ntracestate\x18\x03 \x01(\t\"d\n\rShardResponse\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06packed\x18\x02 \x03(\x0c\x12%\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.recinfer.v1.Failure\x12\x0c\n\x04\x66ill\x18\x0f \x03(\x0c\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Q\n\x0ePrepareRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x03(\t\x12\x0e\n\x06wanted\x18\x04 \x03(\t\"\x1e\n\x0cStateRequest\x12\x0e\n\x06wanted\x18\x01 \x03(\t\"o\n\nShardState\x12\r\n\x05ranks\x18\x01 \x03(\x05\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x13\n\x0bsocket_port\x18\x03 \x01(\r\x12\x15\n\rsocket_server\x18\x04 \x01(\x0c\x12\x14\n\x0csocket_bytes\x18\x05 \x01(\r2\x86\x01\n\x06Shards\x12?\n\x07Prepare\x12\x1b.recinfer.v1.PrepareRequest\x1a\x17.recinfer.v1.ShardState\x12;\n\x05State\x12\x19.recinfer.v1.StateRequest\x1a\x17.recinfer.v1.ShardStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18recinfer/v1/shards.proto\x12\x0brecinfer.v1\"\x81\x01\n\tShardPart\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06module\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x05\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x11\n\tids_int64\x18\x06 \x01(\x0c\x12\x0f\n\x07weights\x18\x07 \x01(\x0c\"\x93\x01\n\x0cShardRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.recinfer.v1.ShardPart\x12\x0e\n\x06stored\x18\x05 \x01(\x08\x12!\n\x05trace\x18\x06 \x01(\x0b\x32\x12.recinfer.v1.TraceJ\x04\x08\x04\x10\x05\"D\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12\x12\n\ntracestate\x18\x03 \x01(\t\"d\n\rShardResponse\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06packed\x18\x02 \x03(\x0c\x12%\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.recinfer.v1.Failure\x12\x0c\n\x04\x66ill\x18\x0f \x03(\x0c\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Q\n\x0ePrepareRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x03(\t\x12\x0e\n\x06wanted\x18\x04 \x03(\t\"\x1e\n\x0cStateRequest\x12\x0e\n\x06wanted\x18\x01 \x03(\t\"o\n\nShardState\x12\r\n\x05ranks\x18\x01 \x03(\x05\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x13\n\x0bsocket_port\x18\x03 \x01(\r\x12\x15\n\rsocket_server\x18\x04 \x01(\x0c\x12\x14\n\x0csocket_bytes\x18\x05 \x01(\r2\x86\x01\n\x06Shards\x12?\n\x07Prepare\x12\x1b.recinfer.v1.PrepareRequest\x1a\x17.recinfer.v1.ShardState\x12;\n\x05State\x12\x19.recinfer.v1.StateRequest\x1a\x17.recinfer.v1.ShardStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDPART']._serialized_start=42
   _globals['_SHARDPART']._serialized_end=171
   _globals['_SHARDREQUEST']._serialized_start=174
-  _globals['_SHARDREQUEST']._serialized_end=329
-  _globals['_TRACE']._serialized_start=331
-  _globals['_TRACE']._serialized_end=399
-  _globals['_SHARDRESPONSE']._serialized_start=401
-  _globals['_SHARDRESPONSE']._serialized_end=501
-  _globals['_FAILURE']._serialized_start=503
-  _globals['_FAILURE']._serialized_end=543
-  _globals['_PREPAREREQUEST']._serialized_start=545
-  _globals['_PREPAREREQUEST']._serialized_end=626
-  _globals['_STATEREQUEST']._serialized_start=628
-  _globals['_STATEREQUEST']._serialized_end=658
-  _globals['_SHARDSTATE']._serialized_start=660
-  _globals['_SHARDSTATE']._serialized_end=771
-  _globals['_SHARDS']._serialized_start=774
-  _globals['_SHARDS']._serialized_end=908
+  _globals['_SHARDREQUEST']._serialized_end=321
+  _globals['_TRACE']._serialized_start=323
+  _globals['_TRACE']._serialized_end=391
+  _globals['_SHARDRESPONSE']._serialized_start=393
+  _globals['_SHARDRESPONSE']._serialized_end=493
+  _globals['_FAILURE']._serialized_start=495
+  _globals['_FAILURE']._serialized_end=535
+  _globals['_PREPAREREQUEST']._serialized_start=537
+  _globals['_PREPAREREQUEST']._serialized_end=618
+  _globals['_STATEREQUEST']._serialized_start=620
+  _globals['_STATEREQUEST']._serialized_end=650
+  _globals['_SHARDSTATE']._serialized_start=652
+  _globals['_SHARDSTATE']._serialized_end=763
+  _globals['_SHARDS']._serialized_start=766
+  _globals['_SHARDS']._serialized_end=900
 # @@protoc_insertion_point(module_scope)

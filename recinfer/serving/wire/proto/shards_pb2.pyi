@@ -25,20 +25,18 @@ class ShardPart(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., module: _Optional[int] = ..., lengths: _Optional[bytes] = ..., length_bytes: _Optional[int] = ..., ids: _Optional[bytes] = ..., ids_int64: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class ShardRequest(_message.Message):
-    __slots__ = ("version", "batch_size", "parts", "half", "stored", "trace")
+    __slots__ = ("version", "batch_size", "parts", "stored", "trace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    HALF_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     version: str
     batch_size: int
     parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
-    half: bool
     stored: bool
     trace: Trace
-    def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., half: _Optional[bool] = ..., stored: _Optional[bool] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., stored: _Optional[bool] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Trace(_message.Message):
     __slots__ = ("request_id", "traceparent", "tracestate")
