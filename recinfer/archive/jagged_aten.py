@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,6 +111,19 @@ def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: int | None 
     return difference.abs().sum(-1) if p == 1.0 else difference.square().sum(-1).sqrt()
 
 
+_MOST_FACTORS = 64
+
+
+def _cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The products along an axis of fixed size, one factor after the other as torch has them; ONNX has no operator for it."""
+    size = values.shape[dim] if values.dim() else 0
+    if not isinstance(size, int) or not 1 <= size <= _MOST_FACTORS:
+        return NotImplemented
+    whole = not (values.is_floating_point() or values.is_complex())
+    factors = values.to(dtype or (torch.int64 if whole else values.dtype)).unbind(dim)
+    return torch.stack(list(accumulate(factors, torch.mul)), dim)
+
+
 def _gru_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -193,6 +207,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
         torch.ops.aten.repeat_interleave.self_int: _repeat_interleave_each,
         torch.ops.aten.cdist.default: _distances,
+        torch.ops.aten.cumprod.default: _cumprod,
         torch.ops.aten.gru_cell.default: _gru_cell,
         torch.ops.aten.lstm_cell.default: _lstm_cell,
         torch.ops.aten.segment_reduce.default: _segment_reduce,

@@ -118,3 +118,23 @@ def test_inputs_that_onnx_drops_are_left_out() -> None:
     torch.testing.assert_close(
         onnx, TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))([dense, pooled])[0]
     )
+
+
+def test_running_products_run_on_onnx() -> None:
+    class Products(Ranker):
+        def forward(self, dense, kjt):  # type: ignore[no-untyped-def]
+            whole = (dense > 0).cumprod(1).sum(1)
+            return super().forward(dense, kjt) + dense.cumprod(-1)[:, 1] + whole
+
+    model = Products()
+    cut = cut_model(model, find_leaves(model), lambda body: None)
+    assert cut is not None
+    exported = export_part(cut.dense)
+    assert exported.onnx is not None, exported.onnx_refused
+    dense, pooled = torch.randn(7, 3), torch.randn(7, 64)
+    with torch.no_grad():
+        scores = model.top(torch.cat([model.bottom(dense).relu(), pooled], dim=1)).squeeze(1)
+    expected = scores + dense.cumprod(1)[:, 1] + (dense > 0).cumprod(1).sum(1)
+    names = cut.dense.inputs, list(cut.outputs)
+    for engine in (OnnxEngine(exported.onnx, *names, 1), TorchEngine(exported.program, *names)):
+        torch.testing.assert_close(engine([dense, pooled])[0], expected, atol=1e-5, rtol=1e-5)
