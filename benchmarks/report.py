@@ -127,6 +127,14 @@ def context(run: Run) -> list[Any]:
     return [run.module("context", *settings) for _ in range(1 if run.quick else 3)]
 
 
+def vocabulary(run: Run) -> list[Any]:
+    """Measure the rows of raw ids by our index, a sorted tensor, TorchRec's steps and FBGEMM's operator, with one thread."""
+    settings = ["--rounds", 9, "--queries", 50_000]
+    if run.quick:
+        settings = ["--rounds", 1, "--queries", 1000, "--ids", 100_000]
+    return [run.module("vocabulary", *settings) for _ in range(1 if run.quick else 3)]
+
+
 SECTIONS: dict[str, Callable[[Run], list[Any]]] = {
     "lookup": lookup,
     "serving": serving,
@@ -134,6 +142,7 @@ SECTIONS: dict[str, Callable[[Run], list[Any]]] = {
     "training": training,
     "scaleout": scaleout,
     "context": context,
+    "vocabulary": vocabulary,
 }
 """Name -> what measures it; the raw results of its runs."""
 

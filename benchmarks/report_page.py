@@ -117,6 +117,21 @@ def context_figure(runs: list[Any], candidates: int, figure: str) -> Spread | No
     return over(runs, lambda run: next(row[figure] for row in run if row["candidates"] == candidates))
 
 
+def remap_ns(runs: list[Any], queries: str, method: str) -> Spread | None:
+    """Nanoseconds of CPU time per id."""
+    return over(runs, lambda run: run["ns"][queries].get(method))
+
+
+def remap_ratio(runs: list[Any], queries: str, method: str) -> Spread | None:
+    """A method's time divided by recinfer's."""
+
+    def value(run: Any) -> float | None:
+        times = run["ns"][queries]
+        return times[method] / times["recinfer"] if method in times else None
+
+    return over(runs, value)
+
+
 # --------------------------------------------------------------------------------------------------- the sections
 
 LOOKUPS = ("unsharded", "table-wise", "row-wise", "column-wise")
@@ -244,6 +259,26 @@ def context_section(runs: list[Any]) -> str:
     return said + table(head, rows)
 
 
+def vocabulary_section(runs: list[Any]) -> str:
+    methods = list(runs[0]["ns"]["known, uniform"])
+    others = [method for method in methods if method != "recinfer"]
+    rows = [
+        [
+            queries,
+            *(cell(remap_ns(runs, queries, method), 0) for method in methods),
+            *(cell(remap_ratio(runs, queries, method), 1) for method in others),
+        ]
+        for queries in runs[0]["ns"]
+    ]
+    served = over(runs, lambda run: max(run["served"].values()))
+    said = f"Time to find the rows of raw ids in a vocabulary of {runs[0]['ids']:,} ids, in ns per id, and the other methods' times divided by "
+    said += "recinfer's (higher is better). One thread; a method answers 50,000 ids at once, and a figure is the fastest round's. The index has "
+    said += f"{cell(over(runs, lambda run: run['bytes_per_id']), 1)} bytes per id and opens in {cell(over(runs, lambda run: run['open_s']))} s. A "
+    said += "served lookup of 26 features takes at most "
+    said += f"{cell(served)} times as long as without vocabularies (batches of 1, 32 and 256).\n\n"
+    return said + table(["ids", *(f"{m}, ns" for m in methods), *(f"{m} / recinfer" for m in others)], rows)
+
+
 TITLES: dict[str, tuple[str, Callable[[list[Any]], str]]] = {
     "lookup": ("Quantized lookup", lookup_section),
     "serving": ("Serving", serving_section),
@@ -251,6 +286,7 @@ TITLES: dict[str, tuple[str, Callable[[list[Any]], str]]] = {
     "training": ("Training", training_section),
     "scaleout": ("Scale-out", scaleout_section),
     "context": ("One user, many candidates", context_section),
+    "vocabulary": ("Raw ids", vocabulary_section),
 }
 
 
@@ -328,6 +364,23 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
             "Latency that two shard servers add to a Predict of 256 samples (lower is better)",
             cell(added, 2, " ms"),
             f"bare gRPC: {cell(bare, 2, ' ms')}",
+        ]
+    if "vocabulary" in runs:
+        queries = runs["vocabulary"][0]["ns"]
+        least = min(
+            (
+                found
+                for name in queries
+                if (found := remap_ratio(runs["vocabulary"], name, "TorchRec's steps")) is not None
+            ),
+            key=lambda spread: spread.median,
+        )
+        yield [
+            "Time to find the row of a raw id among ten million, one thread (lower is better)",
+            "known ids {}, half unknown {}".format(
+                *(cell(remap_ns(runs["vocabulary"], name, "recinfer"), 0, " ns") for name in list(queries)[:2])
+            ),
+            f"the steps of TorchRec's module: at least {cell(least, 0)} times as long",
         ]
 
 

@@ -140,6 +140,14 @@ def _context(runs: list[Any], path: Path) -> None:
         _bars(axes, [f"{count:,} candidates" for count in counts], bars, [OURS, FLOOR])
 
 
+def _vocabulary(runs: list[Any], path: Path) -> None:
+    queries = list(runs[0]["ns"])
+    bars = {method: [figures.remap_ns(runs, each, method) for each in queries] for method in runs[0]["ns"][queries[0]]}
+    with _plot(path, "ns per id") as axes:
+        axes.set_yscale("log")
+        _bars(axes, queries, bars, [OURS, FLOOR, PEER, "#e3aa8c"])
+
+
 PLOT_OF: dict[str, Callable[[list[Any], Path], None]] = {
     "lookup": _lookup,
     "serving": _serving,
@@ -147,5 +155,6 @@ PLOT_OF: dict[str, Callable[[list[Any], Path], None]] = {
     "training": _training,
     "scaleout": _scaleout,
     "context": _context,
+    "vocabulary": _vocabulary,
 }
 """Section -> function that plots its runs as SVG."""

@@ -1,6 +1,6 @@
 """Raw ids to rows: the index of a vocabulary beside torch.searchsorted, TorchRec's remap and FBGEMM's operator, on one thread.
 
-    python -m benchmarks.vocabulary [--ids 10000000] [--queries 200000] [--rounds 15]
+    python -m benchmarks.vocabulary [--ids 10000000] [--queries 200000] [--rounds 15] [--out FILE]
 
 Every method answers the same queries in turn, in each of some rounds, so that load of the machine meets all alike; a figure is the
 fastest round's. The index is mapped from a file, as a server maps it.
@@ -9,10 +9,12 @@ fastest round's. The index is mapped from a file, as a server maps it.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ _ZIPF = 1.1
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the figures, and write them as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=10_000_000)
     parser.add_argument("--queries", type=int, default=200_000)
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--served", action=argparse.BooleanOptionalAction, default=True, help="also time lookups of a server"
     )
+    parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
@@ -45,18 +48,28 @@ def main() -> None:
         shape = index.shape
         print(f"{shape.ids:,} ids, load {shape.load:.3f}, {shape.num_bytes / shape.ids:.1f} bytes an id")
         print(f"opened and checked in {opened * 1000:.0f} ms")
+        found: dict[str, Any] = {
+            "ids": shape.ids,
+            "bytes_per_id": shape.num_bytes / shape.ids,
+            "open_s": opened,
+            "ns": {},
+        }
         methods = _methods(made, index)
         queries = _queries(made, args.queries, rng)
         for what, draw in queries.items():
             best = _best(methods, draw, args.rounds)
+            found["ns"][what] = best
             ours = best["recinfer"]
             shown = ", ".join(f"{name} {ns:.0f} ns ({ns / ours:.1f}x)" for name, ns in best.items())
             print(f"{what}: {shown}")
     if args.served:
         from benchmarks.vocabulary_served import compare
 
-        for batch, ratio in compare((1, 32, 256), args.rounds * 20).items():
+        found["served"] = compare((1, 32, 256), args.rounds * 20)
+        for batch, ratio in found["served"].items():
             print(f"served lookup of 26 features, batch {batch}: {ratio:.2f} of the time without vocabularies")
+    if args.out is not None:
+        args.out.write_text(json.dumps(found))
 
 
 def _vocabulary(count: int, rng: np.random.Generator) -> TableVocabulary:
