@@ -18,13 +18,18 @@ from typing import Any
 from recinfer.errors import UnavailableError
 from recinfer.files import write_file
 
-__all__ = ["START_S", "ServerProcess", "ranker_and_shard", "run_child", "served"]
+__all__ = ["START_S", "ServerProcess", "end_with_parent", "ranker_and_shard", "served"]
 
 START_S = 300.0
 """Seconds that a measured server may take to start."""
 _STOP_S = 30.0
 _LAST_WORDS_S = 1.0  # for the unread output of an ended process
-_CHILD = "from recinfer.serving.server_process import run_child; run_child()"
+_CHILD = """
+from recinfer.serving.server_process import end_with_parent
+end_with_parent()
+from recinfer.__main__ import main
+main()
+"""
 
 
 class ServerProcess:
@@ -150,17 +155,14 @@ class ServerProcess:
         self._reported.set()
 
 
-def run_child() -> None:
-    """Run the command line in the process that a :class:`ServerProcess` started, until the pipe at its stdin ends."""
+def end_with_parent() -> None:
+    """Have the pipe at stdin end this process by SIGTERM, in a process that a :class:`ServerProcess` started."""
 
     def watch() -> None:
         os.read(0, 1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="recinfer-parent", daemon=True).start()
-    from recinfer.__main__ import main
-
-    main()
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest
             replica.versions.add("nobody has it")
             with pytest.raises(UnavailableError, match="has not prepared"):  # the server says so
                 parts = {0: [[b""]]}
-                query = ShardQuery("nobody has it", 1, parts, math.inf, False, False, lambda rank, arrays: True)
+                query = ShardQuery("nobody has it", 1, parts, math.inf, False, lambda rank, arrays: True)
                 waited_for(partial(begin_fan_out, fan_out, query)).result()
         until(lambda: server._pool_seconds > 0.0)  # counted once the answer is sent
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
