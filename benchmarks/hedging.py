@@ -1,23 +1,26 @@
-"""Measures a ranker with and without hedged requests while one of two replicas stops now and then, and while none does.
+"""Measures a ranker with and without hedged requests while two replicas stop in turn, and while none does.
 
     OMP_NUM_THREADS=1 python -m benchmarks.hedging                   # about two minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.hedging --pause-ms 10 --every-s 0.2
 
 Two shard servers hold both ranks of the model of benchmarks.scaleout: two replicas. Two rankers call them: one hedges, the other
-does not. A client sends requests at a fixed rate, whatever the answers take, to one ranker after the other. SIGSTOP and SIGCONT stop
-one shard server for ``--pause-ms`` in each ``--every-s``, as a neighbour or a page fault may stop a real one.
+does not. A client sends requests at a fixed rate, whatever the answers take, to one ranker after the other. In each ``--every-s``
+SIGSTOP and SIGCONT stop one shard server for ``--pause-ms``, now the one and now the other, as a neighbour or a page fault may stop a
+real one. (A ranker avoids a replica that was slow: stops of the same one meet few requests.)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,12 +41,14 @@ _METHOD = f"/{SERVICE_NAME}/Predict"
 
 
 @contextmanager
-def stopping(pid: int, pause_s: float, every_s: float) -> Iterator[None]:
-    """Stop a process for ``pause_s`` in each ``every_s`` while the block runs."""
+def stopping(pids: Sequence[int], pause_s: float, every_s: float) -> Iterator[None]:
+    """Stop one process for ``pause_s`` in each ``every_s``, in turn, while the block runs."""
     ended = threading.Event()
 
     def stop() -> None:
-        while not ended.wait(every_s - pause_s):
+        for pid in itertools.cycle(pids):
+            if ended.wait(every_s - pause_s):
+                break
             os.kill(pid, signal.SIGSTOP)
             ended.wait(pause_s)
             os.kill(pid, signal.SIGCONT)
@@ -59,18 +64,17 @@ def stopping(pid: int, pause_s: float, every_s: float) -> Iterator[None]:
 
 async def latencies_ms(port: int, data: bytes, rate: float, seconds: float) -> list[float]:
     """Milliseconds from the moment a request is due to its answer, at a fixed rate."""
-    loop = asyncio.get_running_loop()
     found: list[float] = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary(_METHOD)
         for _ in range(50):
             await call(data, timeout=10)
-        start = loop.time()
+        start = time.monotonic()
 
         async def send(due: float) -> None:
-            await asyncio.sleep(due - loop.time())
+            await asyncio.sleep(due - time.monotonic())
             await call(data, timeout=10)
-            found.append((loop.time() - due) * 1e3)
+            found.append((time.monotonic() - due) * 1e3)
 
         await asyncio.gather(*(send(start + number / rate) for number in range(int(seconds * rate))))
     return found
@@ -110,7 +114,11 @@ def main() -> None:
         }
         for _ in range(options.turns):
             for (stops, hedge), taken in found.items():
-                pauses = stopping(replicas[0].pid, options.pause_ms / 1e3, options.every_s) if stops else nullcontext()
+                pauses = (
+                    stopping([each.pid for each in replicas], options.pause_ms / 1e3, options.every_s)
+                    if stops
+                    else nullcontext()
+                )
                 with pauses:
                     one = latencies_ms(rankers[hedge], data, options.rate, options.seconds)
                     taken.append(loop.run_until_complete(one))
@@ -124,7 +132,7 @@ def main() -> None:
         return
     print(f"{options.rate:g} requests a second, stops of {options.pause_ms:g} ms each {options.every_s:g} s")
     for row in rows:
-        kind = "one replica stops" if row["stops"] else "no replica stops"
+        kind = "replicas stop" if row["stops"] else "no replica stops"
         times = "".join(f"{row[key]:10.2f}" for key in row if key.endswith("_ms"))
         print(
             f"{kind:20s}{'hedges' if row['hedge'] else 'no hedges':12s}{times}  p50, p95, p99, p99.5 in ms, medians of {options.turns} turns"
