@@ -26,9 +26,8 @@ __all__ = ["Call", "Driver", "Measurement", "encode_requests"]
 
 Call = Literal["lookup", "predict"]
 
-_OPENING_S = (
-    60.0  # for the first request, which is not measured: a server may just have started, or answer old requests
-)
+# For the first request, which is not measured: a server may just have started, or answer old requests.
+_OPENING_S = 60.0
 _DISTINCT, _MOST_BYTES = 2048, 256 << 20  # maximum number and bytes of requests that are encoded in advance
 
 

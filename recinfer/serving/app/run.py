@@ -42,9 +42,8 @@ def serve_until_signal(
         ArchiveError: an archive breaks a rule of its format, or answers a golden request wrongly.
         UnavailableError: an address cannot be bound.
     """
-    faulthandler.enable(
-        _STDERR
-    )  # a mapped file that is cut short ends the process by SIGBUS, which itself prints nothing
+    # A mapped file that is cut short ends the process by SIGBUS, which itself prints nothing.
+    faulthandler.enable(_STDERR)
     if config.address.log_json:
         from recinfer.serving.server.telemetry.observe import log_as_json
 

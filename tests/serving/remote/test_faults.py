@@ -6,10 +6,9 @@ import asyncio
 import json
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import MakeLookups
+from tests.caller_threads import CallerThreads
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import Process, allowing_default_rows, asking, write_shards
@@ -81,27 +81,14 @@ def client(fleet: Fleet) -> Iterator[InferenceClient]:
         yield client
 
 
-@dataclass
-class Load:
+class Load(CallerThreads):
     """Callers that look up all the time, and compare."""
 
-    client: InferenceClient
-    expected: Predictor
-    callers: int = 3
-    failed: list[str] = field(default_factory=list)
-
-    def __enter__(self) -> Load:
-        self.num_calls = [0] * self.callers
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(self.callers)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+    def __init__(self, client: InferenceClient, expected: Predictor, callers: int = 3) -> None:
+        super().__init__(callers)
+        self.client, self.expected = client, expected
+        self.failed: list[str] = []
+        self.num_calls = [0] * callers
 
     def _call(self, number: int) -> None:
         request = make_request(number, 3)[1]
