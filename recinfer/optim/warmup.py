@@ -156,6 +156,10 @@ class WarmupOptimizer(OptimizerWrapper):
     def state(self, value: Any) -> None:
         """Not settable: the wrapped optimizer owns it."""
 
+    def own_state_names(self) -> set[str]:
+        """The name of the schedule's state, and those of the wrapped optimizer."""
+        return {self._param_name} | super().own_state_names()
+
     def _set_rate(self) -> None:
         step, stage = (int(n) for n in self._place)
         rate = self._lr * _multiplier(self._stages[stage], step)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 
 from recinfer.distributed.comm_ops import get_gradient_division
 from recinfer.distributed.dist_data import KJTAllToAll
@@ -34,6 +36,7 @@ from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.types import (
     CommOp,
     EmbeddingModuleShardingPlan,
+    ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingPlan,
@@ -44,7 +47,16 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.parity.training_cases import Case, batch_of, check_state, close, module_plan, new_module, table_plan
+from tests.parity.training_cases import (
+    Case,
+    batch_of,
+    check_state,
+    close,
+    loss_weights,
+    module_plan,
+    new_module,
+    table_plan,
+)
 
 SGD = {"optimizer": OptimType.SGD, "learning_rate": 0.5}
 
@@ -413,3 +425,36 @@ def all_of(rank: int, world: int, calls: list[tuple[Any, tuple[Any, ...]]]) -> N
     """Runs several of these functions in one call, so that ranks are started once."""
     for function, args in calls:
         function(rank, world, *args)
+
+
+# --------------------------------------------------------------------------------------------------- kinds of plans
+
+
+def clipped_gradients_are_those_of_any_sharding(rank: int, world: int) -> None:
+    """gradient_clipping limits the gradients of the mean loss, also those of replicas."""
+    tables = {}
+    for kind in ("table_wise", "row_wise", "column_wise", "data_parallel"):
+        case = Case(kind, batch="uneven")
+        plan = module_plan(new_module(case).embedding_bag_configs(), case, world, world)
+        settings = SGD | {"gradient_clipping": True, "max_gradient": 0.3}
+        module = EmbeddingBagCollectionSharder(settings).shard(new_module(case), plan, env(), torch.device("cpu"))
+        out = module(batch_of(rank, 0, case)).values()
+        (out * loss_weights(rank, 0, out)).sum().backward()
+        tables[kind] = whole_tables(module)
+    for kind, found in tables.items():
+        for key, table in tables["table_wise"].items():
+            close(found[key], table, f"{kind}: {key}")
+
+
+def unpooled_pieces_of_several_widths_leave_a_rank_idle(rank: int, world: int) -> None:
+    """Column pieces of 3, 2 and 2 columns on the first two ranks."""
+    module = EmbeddingCollection([EmbeddingConfig(7, 7, "t", feature_names=["f"])])
+    places = [(0, 3, 0), (3, 2, min(1, world - 1)), (5, 2, 0)]
+    spec = EnumerableShardingSpec([ShardMetadata([0, c], [7, w], f"rank:{r}/cpu") for c, w, r in places])
+    plan = EmbeddingModuleShardingPlan(
+        {"t": ParameterSharding("column_wise", "fused", [r for _, _, r in places], spec)}
+    )
+    ids = KeyedJaggedTensor(["f"], torch.arange(rank, rank + 3), lengths=torch.tensor([1, 2]))
+    expected = module(ids)["f"].values().detach()
+    sharded = EmbeddingCollectionSharder(SGD).shard(module, plan, env(), torch.device("cpu"))
+    close(sharded(ids)["f"].values(), expected, "rows")

@@ -26,6 +26,8 @@ CALLS = {
         for kind in ("table_wise", "column_wise", "row_wise", "data_parallel")
         for mode in ("sum", "mean")
     ],
+    "clipping": [(cases.clipped_gradients_are_those_of_any_sharding, ())],
+    "idle rank": [(cases.unpooled_pieces_of_several_widths_leave_a_rank_idle, ())],
     "codecs": [(cases.codecs_shrink, ())],
     "dedup": [(cases.dedup_by_default, ())],
     "repeated keys": [(cases.a_key_comes_twice, ())],

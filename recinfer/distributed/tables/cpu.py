@@ -266,12 +266,13 @@ class TableGroup(nn.Module):
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor
     ) -> LookupGradient:
         """The lookup and its clipped gradient, joined with the lookups of other replicas if the table has replicas."""
-        if self.settings.gradient_clipping:
-            grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
         call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
-        if self.replicas is None:
-            return call
-        return self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
+        if self.replicas is not None:
+            call = self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
+        if self.settings.gradient_clipping:  # after the division by the ranks, as for other sharding types
+            limit = self.settings.max_gradient
+            call = call._replace(grad_output=call.grad_output.clamp(-limit, limit))
+        return call
 
     def _update_by_kernel(self, call: LookupGradient) -> None:
         settings, ops = self.settings, torch.ops.fbgemm
