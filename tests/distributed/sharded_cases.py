@@ -207,6 +207,21 @@ def weights_learn(rank: int, world: int, kind: str, batch: str) -> None:
     assert get_gradient_division()
 
 
+def weights_learn_on_a_host_without_tables(rank: int, world: int) -> None:
+    """Ranks of the first host look up nothing, and still get their weights' gradients from the second."""
+    tables = [EmbeddingBagConfig(7, 4, "t", feature_names=["f0"])]
+    module = EmbeddingBagCollection(tables, is_weighted=True)
+    plan = EmbeddingModuleShardingPlan({"t": table_plan(tables[0], "table_row_wise", world, world // 2, 1, "fused")})
+    sharded = EmbeddingBagCollectionSharder(SGD).shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
+    grads = []
+    for forward in (module, sharded):
+        weights = torch.ones(3, requires_grad=True)
+        ids = KeyedJaggedTensor(["f0"], torch.arange(rank, rank + 3), weights, lengths=torch.tensor([1, 2]))
+        (forward(ids).values() * (rank + 1)).sum().backward()
+        grads.append(weights.grad)
+    close(grads[1], grads[0], "gradient of the weights")
+
+
 def processors_learn(rank: int, world: int, kind: str, batch: str) -> None:
     """Position weights in front of sharded tables: outputs, their gradients and the tables are the unsharded ones'."""
     case = Case(kind, weighted=True, batch=batch)

@@ -39,3 +39,7 @@ CALLS = {
 @pytest.mark.parametrize("what", list(CALLS))
 def test_on_ranks(what: str, world: int) -> None:
     run_ranks(world, cases.all_of, CALLS[what])
+
+
+def test_weights_learn_on_a_host_without_tables() -> None:
+    run_ranks(4, cases.weights_learn_on_a_host_without_tables, env={"LOCAL_WORLD_SIZE": "2"})
