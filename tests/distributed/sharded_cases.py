@@ -461,15 +461,38 @@ def clipped_gradients_are_those_of_any_sharding(rank: int, world: int) -> None:
             close(found[key], table, f"{kind}: {key}")
 
 
-def unpooled_pieces_of_several_widths_leave_a_rank_idle(rank: int, world: int) -> None:
-    """Column pieces of 3, 2 and 2 columns on the first two ranks."""
+def unpooled_pieces(world: int, settings: dict[str, Any] = SGD) -> tuple[EmbeddingCollection, nn.Module]:
+    """A table, and the same in column pieces of 3, 2 and 2 columns on the first two ranks."""
+    torch.manual_seed(2)
     module = EmbeddingCollection([EmbeddingConfig(7, 7, "t", feature_names=["f"])])
     places = [(0, 3, 0), (3, 2, min(1, world - 1)), (5, 2, 0)]
     spec = EnumerableShardingSpec([ShardMetadata([0, c], [7, w], f"rank:{r}/cpu") for c, w, r in places])
-    plan = EmbeddingModuleShardingPlan(
-        {"t": ParameterSharding("column_wise", "fused", [r for _, _, r in places], spec)}
-    )
+    ranks = [r for _, _, r in places]
+    plan = EmbeddingModuleShardingPlan({"t": ParameterSharding("column_wise", "fused", ranks, spec)})
+    return module, EmbeddingCollectionSharder(settings).shard(module, plan, env(), torch.device("cpu"))
+
+
+def unpooled_pieces_of_several_widths_leave_a_rank_idle(rank: int, world: int) -> None:
+    """A rank without a piece takes part in the exchanges."""
+    module, sharded = unpooled_pieces(world)
     ids = KeyedJaggedTensor(["f"], torch.arange(rank, rank + 3), lengths=torch.tensor([1, 2]))
-    expected = module(ids)["f"].values().detach()
-    sharded = EmbeddingCollectionSharder(SGD).shard(module, plan, env(), torch.device("cpu"))
-    close(sharded(ids)["f"].values(), expected, "rows")
+    close(sharded(ids)["f"].values(), module(ids)["f"].values(), "rows")
+
+
+def unpooled_pieces_of_several_widths_count_their_steps(rank: int, world: int) -> None:
+    """A table's pieces are in kernels by width; all of them go on with the loaded count of Adam's steps."""
+    settings = {"optimizer": OptimType.ADAM, "learning_rate": 0.5}
+    (_, one), (_, two) = unpooled_pieces(world, settings), unpooled_pieces(world, settings)
+    ids = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]))
+
+    def step(module: nn.Module) -> None:
+        out = module(ids)["f"].values()
+        (out * torch.arange(out.numel()).view(out.shape).sin()).sum().backward()
+
+    step(one)
+    two.load_state_dict(one.state_dict())
+    two.fused_optimizer.load_state_dict(one.fused_optimizer.state_dict())
+    step(one)
+    step(two)
+    for key, table in whole_tables(one).items():
+        close(whole_tables(two)[key], table, key)

@@ -27,7 +27,10 @@ CALLS = {
         for mode in ("sum", "mean")
     ],
     "clipping": [(cases.clipped_gradients_are_those_of_any_sharding, ())],
-    "idle rank": [(cases.unpooled_pieces_of_several_widths_leave_a_rank_idle, ())],
+    "several widths": [
+        (cases.unpooled_pieces_of_several_widths_leave_a_rank_idle, ()),
+        (cases.unpooled_pieces_of_several_widths_count_their_steps, ()),
+    ],
     "codecs": [(cases.codecs_shrink, ())],
     "dedup": [(cases.dedup_by_default, ())],
     "repeated keys": [(cases.a_key_comes_twice, ())],
