@@ -56,6 +56,7 @@ from tests.parity.training_cases import (
     module_plan,
     new_module,
     table_plan,
+    with_gradients,
 )
 
 SGD = {"optimizer": OptimType.SGD, "learning_rate": 0.5}
@@ -446,16 +447,23 @@ def all_of(rank: int, world: int, calls: list[tuple[Any, tuple[Any, ...]]]) -> N
 
 
 def clipped_gradients_are_those_of_any_sharding(rank: int, world: int) -> None:
-    """gradient_clipping limits the gradients of the mean loss, also those of replicas."""
+    """gradient_clipping limits the gradients of the mean loss, also those of replicas and of the ids' weights."""
     tables = {}
     for kind in ("table_wise", "row_wise", "column_wise", "data_parallel"):
-        case = Case(kind, batch="uneven")
+        case = Case(kind, weighted=True, batch="uneven")
         plan = module_plan(new_module(case).embedding_bag_configs(), case, world, world)
         settings = SGD | {"gradient_clipping": True, "max_gradient": 0.3}
         module = EmbeddingBagCollectionSharder(settings).shard(new_module(case), plan, env(), torch.device("cpu"))
-        out = module(batch_of(rank, 0, case)).values()
+        features = with_gradients(batch_of(rank, 0, case))
+        out = module(features).values()
         (out * loss_weights(rank, 0, out)).sum().backward()
-        tables[kind] = whole_tables(module)
+        tables[kind] = whole_tables(module) | {"gradient of the weights": features.weights().grad}
+    whole, reference = batch_of(rank, 0, case), new_module(case)
+    whole._weights = whole.weights().requires_grad_()
+    out = reference(whole).values()
+    limits = (loss_weights(rank, 0, out) / world).clamp(-0.3, 0.3) * world
+    (out * limits).sum().backward()
+    tables["unsharded"] = tables["table_wise"] | {"gradient of the weights": whole.weights().grad}
     for kind, found in tables.items():
         for key, table in tables["table_wise"].items():
             close(found[key], table, f"{kind}: {key}")
