@@ -51,6 +51,7 @@ __all__ = [
     "described",
     "embedding_modules",
     "model_copy",
+    "plain_tables",
     "read_arguments",
     "read_capture",
     "torch_defaults",
@@ -122,6 +123,7 @@ class EmbeddingModule:
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
         collisions: table -> the settings of its managed collisions; empty where ids are rows.
+        plain: whether the module is a torch.nn.Embedding or EmbeddingBag, which is its only table.
     """
 
     path: str
@@ -134,6 +136,7 @@ class EmbeddingModule:
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
     collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plain: bool = False
 
     @property
     def is_weighted(self) -> bool:
@@ -308,7 +311,8 @@ class _CopyingResults(TorchFunctionMode):
 
 
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
-    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
+    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order; without any, its
+    :func:`plain_tables`."""
     found: dict[nn.Module, EmbeddingModule] = {}
     collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
@@ -338,6 +342,34 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             stack += reversed(children)
+    return found or plain_tables(model)
+
+
+_PLAIN_ROWS = 1000
+
+
+def plain_tables(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, in module order.
+
+    These have at least 1,000 rows. Smaller ones, as of positions, stay in the dense part, unless no one is larger.
+    """
+    every = {
+        module: path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is None
+        and getattr(module, "mode", "sum") != "max"
+    }
+    chosen = {module: path for module, path in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
+    last = [path.rpartition(".")[2] for path in chosen.values()]
+    found = {}
+    for (module, path), short in zip(chosen.items(), last):
+        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_") or "table"
+        pooling = getattr(module, "mode", "none")
+        kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
+        dim = int(module.embedding_dim)
+        table = Table(name, int(module.num_embeddings), dim, pooling, kind, (name,))
+        found[module] = EmbeddingModule(path, pooling != "none", False, (name,), (name,), (dim,), (table,), plain=True)
     return found
 
 
@@ -382,6 +414,7 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
         tables,
         processors is not None,
         tuple(positions),
+        plain=isinstance(module, nn.Embedding | nn.EmbeddingBag),
     )
 
 
@@ -565,6 +598,50 @@ class _Lookup(Stub):
             rows = torch.ops.recinfer.rows(self._index, output, ids, lengths, dim)
             found[name] = _jagged(_sparse_type(base, "JaggedTensor"), rows, lengths, ids if with_ids else None)
         return found
+
+
+class _PlainLookup(Stub):
+    """A torch.nn.Embedding or EmbeddingBag whose forward is one operator."""
+
+    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int], sizes: list[Any]) -> None:
+        super().__init__(module)
+        self.__dict__.update(_index=index, _about=about, _called=called, _sizes=sizes)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, [rows, dim]."""
+        self._called.add(self._index)
+        rows = _TableRows(self._index, 0, self._about.tables[0]).weight
+        rows._recinfer_lookup = self  # type: ignore[attr-defined]
+        return rows
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        about, samples = self._about, self._sizes[-1]
+        self._called.add(self._index)
+        if offsets is not None or per_sample_weights is not None:
+            given = "offsets" if offsets is not None else "per_sample_weights"
+            raise CaptureError(
+                f"forward gives {about.path!r} {given}{_here()}; give it ids [samples, ids], padded with its padding_idx, or "
+                f"use an EmbeddingBagCollection, whose ids may carry weights"
+            )
+        values, dim = ids.reshape(-1).long(), about.dims[0]
+        if about.pooled and self.padding_idx is not None:
+            kept = ids != self.padding_idx  # no id of a bag
+            values, lengths = ids[kept].long(), kept.sum(1)
+        elif _always(ids.shape[0] == samples) or _always(values.shape[0] % samples == 0):
+            lengths = values.new_ones(samples) * (values.shape[0] // samples)
+        elif about.pooled:
+            raise CaptureError(f"{about.path!r} pools ids of the shape {list(ids.shape)}; expected [samples, ids]")
+        else:  # ids of no sample, as of positions
+            lengths = (torch.arange(samples) == 0) * values.shape[0]
+        if about.pooled:
+            return torch.ops.recinfer.pooled(self._index, [values], [lengths], [], dim)
+        return torch.ops.recinfer.rows(self._index, 0, values, lengths, dim).reshape(*ids.shape, dim)
+
+
+def _always(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all that the trace stands for."""
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 
 
 # ------------------------------------------------------------------------------------------------- jagged inputs
@@ -770,6 +847,9 @@ class _Notes(TorchFunctionMode):
                 f"forward packs a padded sequence{_here()}, whose sizes depend on numbers; run the layer on the padded "
                 f"sequence and take the state of each sample's last place (gather)"
             )
+        lookup, ids = _row_read(function, args)
+        if lookup is not None:
+            return lookup(ids)
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
@@ -801,6 +881,17 @@ class _Notes(TorchFunctionMode):
         fill: Any = getattr(given, "_recinfer_fill", None)
         if fill is not None and name in _SAME_NUMBERS:
             result._recinfer_fill = fill  # type: ignore[attr-defined]
+
+
+def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
+    """The lookup and the ids of a function that reads rows out of the weight of a :class:`_PlainLookup`; None for others."""
+    if function is nn.functional.embedding:
+        ids, rows = args[:2]
+    elif function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
+        rows, ids = args
+    else:
+        return None, None
+    return getattr(rows, "_recinfer_lookup", None), ids
 
 
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
@@ -1277,6 +1368,7 @@ class _Whole(nn.Module):
         examples: Sequence[_Example],
         counts: Mapping[int, int],
         alike: Mapping[int, int],
+        begin: Callable[[Any], None],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
@@ -1285,7 +1377,8 @@ class _Whole(nn.Module):
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}
         self.__dict__["_build"] = build
-        self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
+        self.__dict__["_begin"] = begin  # functions, since torch.export runs a deep copy of the module
+        self.__dict__["_keep"] = keep
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # All inputs have one number of samples, also where forward only slices one by the size of another (labels).
@@ -1298,6 +1391,7 @@ class _Whole(nn.Module):
         for index, other in self._alike.items():
             if tensors[index].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of values")
+        self.__dict__["_begin"](tensors[self._batched[0]].shape[0])
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1473,12 +1567,16 @@ def _traced(
     """
     examples, build = batch[0].found, batch[1]
     called: set[int] = set()
-    stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
+    sizes: list[Any] = []  # the number of samples of each run of forward
+    stubs: dict[int, Any] = {}
+    for i, (module, about) in enumerate(zip(modules, abouts)):
+        plain = about.plain
+        stubs[id(module)] = _PlainLookup(i, about, module, called, sizes) if plain else _Lookup(i, about, module, called)
     stubs |= collision_stubs(model, stubs)
     body = model_copy(model, stubs)
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, examples, counts, alike, lambda *result: results.append(result)).eval()
+    whole = _Whole(body, build, examples, counts, alike, sizes.append, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with torch_defaults(), _patched(), torch.no_grad(), notes:

@@ -12,10 +12,11 @@ from recinfer.archive.program import check_program
 from recinfer.capture import Captured, CaptureError, EmbeddingModule, read_capture
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.plain_tables import table_configs
 from recinfer.modules.remapping import add_remapping
 
 __all__ = ["add_at", "collections_of", "load_weights", "read_program"]
@@ -70,19 +71,13 @@ def _configs(collection: nn.Module) -> list[Any]:
 
 
 def _collection(about: EmbeddingModule) -> nn.Module:
-    tables: list[Any] = []
-    for table in about.tables:
-        common: dict[str, Any] = {
-            "num_embeddings": table.rows,
-            "embedding_dim": table.dim,
-            "name": table.name,
-            "feature_names": list(table.features),
-            "data_type": DataType.parse(table.data_type),
-        }
+    tables: list[Any] = table_configs(about)
+    if about.plain:
+        (table,) = about.tables
+        dtype = data_type_to_dtype(tables[0].data_type)
         if about.pooled:
-            tables.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
-        else:
-            tables.append(EmbeddingConfig(**common))
+            return nn.EmbeddingBag(table.rows, table.dim, mode=table.pooling, device=_META, dtype=dtype)
+        return nn.Embedding(table.rows, table.dim, device=_META, dtype=dtype)
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)

@@ -33,6 +33,12 @@ class Leaf:
     configs: tuple[BaseEmbeddingConfig, ...]
     about: EmbeddingModule
 
+    def key(self, table: str) -> str:
+        """The key of a table's weight in a state dict of the model."""
+        middle = "embedding_bags" if self.about.pooled else "embeddings"
+        names = () if self.about.plain else (middle, table)
+        return ".".join(part for part in (self.path, *names, "weight") if part)
+
     @property
     def position_weights(self) -> dict[str, tuple[str, int]] | None:
         """Feature -> (state-dict key, positions), for position-weighted modules."""
