@@ -603,9 +603,9 @@ class _Lookup(Stub):
 class _PlainLookup(Stub):
     """A torch.nn.Embedding or EmbeddingBag whose forward is one operator."""
 
-    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int], sizes: list[Any]) -> None:
+    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int], sizes: list[Any], ids: set[str]) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _about=about, _called=called, _sizes=sizes)
+        self.__dict__.update(_index=index, _about=about, _called=called, _sizes=sizes, _ids=ids)
 
     @property
     def weight(self) -> Tensor:
@@ -624,10 +624,14 @@ class _PlainLookup(Stub):
                 f"forward gives {about.path!r} {given}{_here()}; give it ids [samples, ids], padded with its padding_idx, or "
                 f"use an EmbeddingBagCollection, whose ids may carry weights"
             )
+        if hasattr(ids, "_recinfer_path"):
+            self._ids.add(ids._recinfer_path)
         values, dim = ids.reshape(-1).long(), about.dims[0]
         if about.pooled and self.padding_idx is not None:
             kept = ids != self.padding_idx  # no id of a bag
             values, lengths = ids[kept].long(), kept.sum(1)
+        elif hasattr(ids, "_recinfer_bag"):  # forward passes these ids on
+            values, lengths = ids._recinfer_bag
         elif _always(ids.shape[0] == samples) or _always(values.shape[0] % samples == 0):
             lengths = values.new_ones(samples) * (values.shape[0] // samples)
         elif about.pooled:
@@ -881,6 +885,10 @@ class _Notes(TorchFunctionMode):
         fill: Any = getattr(given, "_recinfer_fill", None)
         if fill is not None and name in _SAME_NUMBERS:
             result._recinfer_fill = fill  # type: ignore[attr-defined]
+        if name in _SAME_IDS and not _has_fractions(result):
+            for note in ("_recinfer_path", "_recinfer_bag"):
+                if hasattr(given, note):
+                    setattr(result, note, getattr(given, note))
 
 
 def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
@@ -907,6 +915,7 @@ _RESHAPES = {
     "repeat_interleave",
     "__getitem__",
 }
+_SAME_IDS = {"to", "long", "cpu", "clone", "contiguous", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
 _SAME_NUMBERS = {"to", "int", "long", "type", "cpu", "clone", "contiguous", "detach", *_RESHAPES}
 
 
@@ -1024,16 +1033,19 @@ class _Reader:
     """Takes the tensors out of an example batch, and builds the batch again around others; see :func:`read_arguments` for
     ``takes``."""
 
-    def __init__(self, takes: Callable[[Any, str], bool] = lambda value, path: False) -> None:
+    def __init__(
+        self, takes: Callable[[Any, str], bool] = lambda value, path: False, ids: AbstractSet[str] = frozenset()
+    ) -> None:
         self.found: list[_Example] = []
         self._takes = takes
+        self._ids = ids  # paths of matrices of ids
 
     def read(self, value: Any, path: str, name: str, depth: int = 0) -> Builder:
         """Collect the tensors of ``value``."""
         if depth > _DEPTH:
             raise CaptureError(f"the example batch is nested deeper than {_DEPTH} levels at {path}")
         if isinstance(value, Tensor):
-            return self._tensor(value, path, name, "tensor")
+            return self._matrix(value, path, name) if path in self._ids else self._tensor(value, path, name, "tensor")
         kinds = _mro(value)
         if "KeyedJaggedTensor" in kinds:
             return (lambda _: value) if self._takes(value, path) else self._keyed_jagged(value, path, name)
@@ -1078,6 +1090,18 @@ class _Reader:
         n = self._tensor(lengths.long(), path, name, "lengths")
         w = None if weights is None else self._tensor(weights, path, name, "weights")
         return lambda tensors: (v(tensors), n(tensors), None if w is None else w(tensors))
+
+    def _matrix(self, value: Tensor, path: str, name: str) -> Builder:
+        """A matrix of ids, of which each sample has as many, as a jagged input."""
+        bag = self._bag(value.reshape(-1), torch.full((len(value),), value[0].numel()), None, path, name)
+
+        def build(tensors: Sequence[Tensor]) -> Tensor:
+            ids, lengths, _ = bag(tensors)
+            matrix = ids.reshape(lengths.shape[0], *value.shape[1:]).to(value.dtype)
+            matrix._recinfer_bag = (ids, lengths)  # type: ignore[attr-defined]
+            return matrix
+
+        return build
 
     def _keyed_jagged(self, value: Any, path: str, name: str) -> Builder:
         base = _kjt_base(value)
@@ -1177,11 +1201,13 @@ def read_arguments(
         )
 
 
-def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
+def _read_batch(
+    model: nn.Module, batch: Any, ids: AbstractSet[str] = frozenset()
+) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
     args, kwargs = _arguments(model, batch)
     names = _positional(model)
     names += [f"args[{i}]" for i in range(len(names), len(args))]
-    reader = _Reader()
+    reader = _Reader(ids=ids)
     positional = [reader.read(value, name, name) for name, value in zip(names, args)]
     keyword = {name: reader.read(value, name, name) for name, value in kwargs.items()}
     _shorten(reader.found)
@@ -1358,6 +1384,10 @@ def _values_of_weights(examples: Sequence[_Example]) -> dict[int, int]:
     return {index: values[e.path] for index, e in enumerate(examples) if e.part == "weights"}
 
 
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.dtype == torch.bool
+
+
 class _Whole(nn.Module):
     """A model as a function of tensors, with named float32 outputs."""
 
@@ -1374,6 +1404,11 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
+        self._whole_numbers = {
+            index: example.path
+            for index, example in enumerate(examples)
+            if example.part == "tensor" and example.free == (0,) and example.batched and not _has_fractions(example.tensor)
+        }
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}
         self.__dict__["_build"] = build
@@ -1392,6 +1427,8 @@ class _Whole(nn.Module):
             if tensors[index].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of values")
         self.__dict__["_begin"](tensors[self._batched[0]].shape[0])
+        for index, path in self._whole_numbers.items():
+            tensors[index]._recinfer_path = path  # type: ignore[attr-defined]
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1463,9 +1500,17 @@ def trace(
     _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
     alike: dict[int, int] = {}
+    ids: set[str] = set()  # tensors that the trace finds to be ids of tables, so that it reads them as jagged inputs
     while True:
         try:
-            captured = _traced(model, modules, abouts, read[0], prepare, counts, alike)
+            known = len(ids)
+            captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
+            if len(ids) > known:
+                read = [_read_batch(model, batch, ids) for batch in batches]
+                _sample([reader.found for reader, _ in read])
+                counts = _counts_of_matrices([reader.found for reader, _ in read], ids)
+                alike = {}
+                continue
             found = _by_lengths_of_others(captured, [reader.found for reader, _ in read], alike)
             if not found:
                 return captured
@@ -1546,6 +1591,15 @@ def _needed_by_outputs(program: ExportedProgram) -> set[torch.fx.Node]:
     return needed
 
 
+def _counts_of_matrices(batches: Sequence[Sequence[_Example]], paths: AbstractSet[str]) -> dict[int, int]:
+    """Index of the values of each matrix of ids -> the number in each sample."""
+    return {
+        index: _count_of_each(batches, index)
+        for index, example in enumerate(batches[0])
+        if example.part == "values" and example.path in paths
+    }
+
+
 def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
     """The number of values of each sample of a jagged input; 0 if samples differ."""
     path = batches[0][index].path
@@ -1561,6 +1615,7 @@ def _traced(
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
     alike: Mapping[int, int],
+    ids: set[str],
 ) -> Captured:
     """Trace ``model`` with ``counts`` values of each sample, index of a jagged input's values -> their number, and as many
     values as another input has, ``alike``: index -> the other's.
@@ -1571,7 +1626,7 @@ def _traced(
     stubs: dict[int, Any] = {}
     for i, (module, about) in enumerate(zip(modules, abouts)):
         plain = about.plain
-        stubs[id(module)] = _PlainLookup(i, about, module, called, sizes) if plain else _Lookup(i, about, module, called)
+        stubs[id(module)] = _PlainLookup(i, about, module, called, sizes, ids) if plain else _Lookup(i, about, module, called)
     stubs |= collision_stubs(model, stubs)
     body = model_copy(model, stubs)
     prepare(body)
