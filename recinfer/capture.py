@@ -123,7 +123,8 @@ class EmbeddingModule:
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
         collisions: table -> the settings of its managed collisions; empty where ids are rows.
-        plain: whether the module is a torch.nn.Embedding or EmbeddingBag, which is its only table.
+        plain: table -> the path of the torch.nn.Embedding or EmbeddingBag that it is, where the "module" is a model without
+            collections; empty for collections.
     """
 
     path: str
@@ -136,7 +137,7 @@ class EmbeddingModule:
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
     collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    plain: bool = False
+    plain: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_weighted(self) -> bool:
@@ -311,8 +312,8 @@ class _CopyingResults(TorchFunctionMode):
 
 
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
-    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order; without any, its
-    :func:`plain_tables`."""
+    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order; without any, the model
+    itself with its :func:`plain_tables`."""
     found: dict[nn.Module, EmbeddingModule] = {}
     collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
@@ -342,35 +343,36 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             stack += reversed(children)
-    return found or plain_tables(model)
+    plain = None if found else plain_tables(model)
+    return found if plain is None else {model: plain}
 
 
 _PLAIN_ROWS = 1000
 
 
-def plain_tables(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
-    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, in module order.
+def plain_tables(model: nn.Module) -> EmbeddingModule | None:
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, as one module; None without any.
 
     These have at least 1,000 rows. Smaller ones, as of positions, stay in the dense part, unless no one is larger.
     """
     every = {
-        module: path
+        path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.max_norm is None
-        and getattr(module, "mode", "sum") != "max"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is None
     }
-    chosen = {module: path for module, path in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
-    last = [path.rpartition(".")[2] for path in chosen.values()]
-    found = {}
-    for (module, path), short in zip(chosen.items(), last):
-        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_") or "table"
-        pooling = getattr(module, "mode", "none")
+    chosen = {path: module for path, module in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
+    if not chosen:
+        return None
+    last = [path.rpartition(".")[2] for path in chosen]
+    plain, tables = {}, []
+    for (path, module), short in zip(chosen.items(), last):
+        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_")
         kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
-        dim = int(module.embedding_dim)
-        table = Table(name, int(module.num_embeddings), dim, pooling, kind, (name,))
-        found[module] = EmbeddingModule(path, pooling != "none", False, (name,), (name,), (dim,), (table,), plain=True)
-    return found
+        plain[name or "table"] = path
+        rows, dim = int(module.num_embeddings), int(module.embedding_dim)
+        tables.append(Table(name or "table", rows, dim, "none", kind, (name or "table",)))
+    names = tuple(plain)
+    return EmbeddingModule("", False, False, names, names, tuple(t.dim for t in tables), tuple(tables), plain=plain)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -414,7 +416,6 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
         tables,
         processors is not None,
         tuple(positions),
-        plain=isinstance(module, nn.Embedding | nn.EmbeddingBag),
     )
 
 
@@ -601,46 +602,63 @@ class _Lookup(Stub):
 
 
 class _PlainLookup(Stub):
-    """A torch.nn.Embedding or EmbeddingBag whose forward is one operator."""
+    """A torch.nn.Embedding or EmbeddingBag whose rows one operator gives.
 
-    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int], sizes: list[Any], ids: set[str]) -> None:
+    Args:
+        index: the index of the model among the embedding modules.
+        output: the table's place in it.
+        sizes: the number of samples of each run of forward.
+        ids: paths of the tensors that are ids; the lookup adds those that it meets.
+    """
+
+    def __init__(
+        self, index: int, output: int, table: Table, module: nn.Module, called: set[int], sizes: list[Any], ids: set[str]
+    ) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _about=about, _called=called, _sizes=sizes, _ids=ids)
+        self.__dict__.update(_index=index, _output=output, _table=table, _called=called, _sizes=sizes, _ids=ids)
 
     @property
     def weight(self) -> Tensor:
         """All rows, [rows, dim]."""
         self._called.add(self._index)
-        rows = _TableRows(self._index, 0, self._about.tables[0]).weight
-        rows._recinfer_lookup = self  # type: ignore[attr-defined]
+        rows = _TableRows(self._index, self._output, self._table).weight
+        rows._recinfer_lookup = self.rows  # type: ignore[attr-defined]
         return rows
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        about, samples = self._about, self._sizes[-1]
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of ids [...], [..., dim]."""
+        samples, dim = self._sizes[-1], self._table.dim
         self._called.add(self._index)
-        if offsets is not None or per_sample_weights is not None:
-            given = "offsets" if offsets is not None else "per_sample_weights"
-            raise CaptureError(
-                f"forward gives {about.path!r} {given}{_here()}; give it ids [samples, ids], padded with its padding_idx, or "
-                f"use an EmbeddingBagCollection, whose ids may carry weights"
-            )
         if hasattr(ids, "_recinfer_path"):
             self._ids.add(ids._recinfer_path)
-        values, dim = ids.reshape(-1).long(), about.dims[0]
-        if about.pooled and self.padding_idx is not None:
-            kept = ids != self.padding_idx  # no id of a bag
-            values, lengths = ids[kept].long(), kept.sum(1)
-        elif hasattr(ids, "_recinfer_bag"):  # forward passes these ids on
+        values = ids.reshape(-1).long()
+        if hasattr(ids, "_recinfer_bag"):  # forward passes these ids on
             values, lengths = ids._recinfer_bag
-        elif _always(ids.shape[0] == samples) or _always(values.shape[0] % samples == 0):
+        elif _always(ids.shape[:1] == (samples,)) or _always(values.shape[0] % samples == 0):
             lengths = values.new_ones(samples) * (values.shape[0] // samples)
-        elif about.pooled:
-            raise CaptureError(f"{about.path!r} pools ids of the shape {list(ids.shape)}; expected [samples, ids]")
         else:  # ids of no sample, as of positions
             lengths = (torch.arange(samples) == 0) * values.shape[0]
-        if about.pooled:
-            return torch.ops.recinfer.pooled(self._index, [values], [lengths], [], dim)
-        return torch.ops.recinfer.rows(self._index, 0, values, lengths, dim).reshape(*ids.shape, dim)
+        return torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim).reshape(*ids.shape, dim)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        mode: str | None = getattr(self, "mode", None)
+        if mode is None:
+            return self.rows(ids)
+        if ids.dim() != 2:
+            raise CaptureError(
+                f"forward gives the EmbeddingBag {self._table.name!r} offsets{_here()}; give it ids [samples, ids], padded with its "
+                f"padding_idx, or use an EmbeddingBagCollection"
+            )
+        vectors, padding = self.rows(ids), self.padding_idx
+        if per_sample_weights is not None:
+            vectors = vectors * per_sample_weights.unsqueeze(2)
+        kept = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
+        count = kept.sum(1, keepdim=True)
+        if mode == "max":
+            most = vectors.masked_fill(~kept.unsqueeze(2), float("-inf")).amax(1)
+            return torch.where(count > 0, most, 0.0)
+        total = (vectors * kept.unsqueeze(2)).sum(1)
+        return total / count.clamp(min=1) if mode == "mean" else total
 
 
 def _always(condition: Any) -> bool:
@@ -1625,8 +1643,11 @@ def _traced(
     sizes: list[Any] = []  # the number of samples of each run of forward
     stubs: dict[int, Any] = {}
     for i, (module, about) in enumerate(zip(modules, abouts)):
-        plain = about.plain
-        stubs[id(module)] = _PlainLookup(i, about, module, called, sizes, ids) if plain else _Lookup(i, about, module, called)
+        for output, table in enumerate(about.tables if about.plain else ()):
+            inner = module.get_submodule(about.plain[table.name])
+            stubs[id(inner)] = _PlainLookup(i, output, table, inner, called, sizes, ids)
+        if not about.plain:
+            stubs[id(module)] = _Lookup(i, about, module, called)
     stubs |= collision_stubs(model, stubs)
     body = model_copy(model, stubs)
     prepare(body)

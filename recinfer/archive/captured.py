@@ -36,8 +36,8 @@ def read_program(path: str | os.PathLike[str]) -> Captured:
         raise ConfigError(str(error)) from None
     if not captured.modules:
         raise ConfigError(
-            f"{path}: the captured model has no EmbeddingBagCollection or EmbeddingCollection, and an archive needs a table; "
-            f"serve a model without tables by ONNX Runtime or TorchServe"
+            f"{path}: the captured model has no embedding collection, torch.nn.Embedding or EmbeddingBag, and an archive needs a "
+            f"table; serve a model without tables by ONNX Runtime or TorchServe"
         )
     return captured
 
@@ -46,6 +46,13 @@ def collections_of(captured: Captured) -> nn.Module:
     """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
     root = nn.Module()
     for about in captured.modules:
+        for table, config in zip(about.tables, table_configs(about) if about.plain else ()):
+            made = nn.Embedding(table.rows, table.dim, device=_META, dtype=data_type_to_dtype(config.data_type))
+            if not about.plain[table.name]:
+                return made
+            add_at(root, about.plain[table.name], made)
+        if about.plain:
+            return root
         made = _collection(about)
         if not about.path:
             return made
@@ -72,12 +79,6 @@ def _configs(collection: nn.Module) -> list[Any]:
 
 def _collection(about: EmbeddingModule) -> nn.Module:
     tables: list[Any] = table_configs(about)
-    if about.plain:
-        (table,) = about.tables
-        dtype = data_type_to_dtype(tables[0].data_type)
-        if about.pooled:
-            return nn.EmbeddingBag(table.rows, table.dim, mode=table.pooling, device=_META, dtype=dtype)
-        return nn.Embedding(table.rows, table.dim, device=_META, dtype=dtype)
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)

@@ -91,7 +91,7 @@ def cut_model(
     Raises:
         ConfigError: forward cannot be traced or split; the message names the input or the line.
     """
-    if len(leaves) == 1 and leaves[0].module is model:
+    if len(leaves) == 1 and leaves[0].module is model and not leaves[0].about.plain:
         return None
 
     def prepare(body: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from recinfer.archive.operator_forms import replace_operators
 from recinfer.archive.subgraph import Program, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
+from recinfer.modules.plain_tables import table_configs
 
 __all__ = ["Facts", "ModuleLookup", "Split", "split"]
 
@@ -120,12 +121,24 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     for index, leaf in enumerate(leaves):
         if index not in captured.called:
             raise ConfigError(f"forward never calls the embedding module {leaf.about.path!r}; remove it or use it")
-    names, batch = _FeatureNames(slots, calls, leaves), _batch_symbols(slots)
+    batch = _batch_symbols(slots)
+    leaves = [_with_one_id_each(leaf, [c for c in calls if c.module == i], batch) for i, leaf in enumerate(leaves)]
+    names = _FeatureNames(slots, calls, leaves)
     results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
     outputs = dict(zip(captured.outputs, results, strict=True))
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
+
+
+def _with_one_id_each(leaf: Leaf, calls: Sequence[_Call], batch: AbstractSet[str]) -> Leaf:
+    """Tables of torch.nn.Embedding of which each sample reads one row a call: pooled ones, whose requests need no decoding."""
+    about = leaf.about
+    single = all(str(values.meta["val"].shape[0]) in batch for call in calls for values, _, _ in call.bags)
+    if not about.plain or not calls or not single:
+        return leaf
+    about = replace(about, pooled=True, tables=tuple(replace(table, pooling="sum") for table in about.tables))
+    return replace(leaf, about=about, configs=tuple(table_configs(about)))
 
 
 _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}

@@ -18,15 +18,16 @@ from recinfer.modules.embedding_configs import (
 if TYPE_CHECKING:
     from recinfer.capture import EmbeddingModule
 
-__all__ = ["plain_collections", "table_configs"]
+__all__ = ["plain_collection", "table_configs"]
 
 
-def plain_collections(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
-    """(module path, module, its only table, pooled) of :func:`recinfer.capture.plain_tables`."""
+def plain_collection(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
+    """(path, module, table configs, pooled) of :func:`recinfer.capture.plain_tables`, whose module is the model."""
     from recinfer.capture import plain_tables  # most models have collections, whose plans need no traces
 
-    for module, about in plain_tables(model).items():
-        yield about.path, module, table_configs(about), about.pooled
+    about = plain_tables(model)
+    if about is not None:
+        yield about.path, model, table_configs(about), about.pooled
 
 
 def table_configs(about: EmbeddingModule) -> list[BaseEmbeddingConfig]:

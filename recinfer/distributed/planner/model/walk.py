@@ -12,7 +12,7 @@ from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 from recinfer.module_tree import outermost_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
-from recinfer.modules.plain_tables import plain_collections
+from recinfer.modules.plain_tables import plain_collection
 from recinfer.modules.remapping import PRUNING, has_no_rows, remapping
 
 __all__ = ["embedding_tables", "sharded_modules"]
@@ -43,7 +43,7 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
             collections = True
             yield path, module, *configs
     if not collections:
-        yield from plain_collections(model)
+        yield from plain_collection(model)
 
 
 def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:
