@@ -622,18 +622,18 @@ class _PlainLookup(Stub):
         """All rows, [rows, dim]."""
         self._called.add(self._index)
         rows = _TableRows(self._index, self._output, self._table).weight
-        rows._recinfer_lookup = self.rows  # type: ignore[attr-defined]
-        return rows
+        return _with_note(rows, "lookup", self.rows)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of ids [...], [..., dim]."""
         samples, dim = self._sizes[-1], self._table.dim
         self._called.add(self._index)
-        if hasattr(ids, "_recinfer_path"):
-            self._ids.add(ids._recinfer_path)
+        path, bag = _note(ids, "path"), _note(ids, "bag")
+        if path is not None:
+            self._ids.add(path)
         values = ids.reshape(-1).long()
-        if hasattr(ids, "_recinfer_bag"):  # forward passes these ids on
-            values, lengths = ids._recinfer_bag
+        if bag is not None:  # forward passes these ids on
+            values, lengths = bag
         elif _always(ids.shape[:1] == (samples,)) or _always(values.shape[0] % samples == 0):
             lengths = values.new_ones(samples) * (values.shape[0] // samples)
         else:  # ids of no sample, as of positions
@@ -708,8 +708,8 @@ class _TracedKjt:
         cache = self.__dict__.setdefault("_cache", {})
         if index not in cache:
             parts = [bag[index] for bag in self._bags.values()]
-            cache[index] = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
-            cache[index]._recinfer_bags = list(self._bags.values())
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
+            cache[index] = _with_note(joined, "bags", list(self._bags.values()))
         return cache[index]  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
@@ -837,7 +837,7 @@ def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequ
         sizes = torch.stack([count.sum() for count in counts]).tolist()
         for size in sizes:
             torch._check(size >= 0)
-    fill = getattr(lengths, "_recinfer_fill", None)
+    fill = _note(lengths, "fill")
     if fill is not None:
         for size, count in zip(sizes, counts):
             torch._check(size == fill * count.shape[0])
@@ -846,8 +846,21 @@ def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequ
 
 def _noted(tensor: Tensor, note: str, keys: Sequence[str]) -> list[Any] | None:
     """A note of :class:`_Notes` or :meth:`_TracedKjt._joined` that has one entry a key; None without one."""
-    found = getattr(tensor, f"_recinfer_{note}", None)
+    found = _note(tensor, note)
     return None if found is None or len(found) != len(keys) else list(found)
+
+
+def _with_note(tensor: Tensor, name: str, value: Any) -> Any:
+    """``tensor`` with a note."""
+    notes: dict[str, Any] = tensor.__dict__.setdefault("_recinfer_notes", {})
+    notes[name] = value, tensor._version
+    return tensor
+
+
+def _note(tensor: Tensor, name: str) -> Any:
+    """A note of ``tensor``; None without one, and, but for sizes, once the tensor has been changed in place."""
+    value, version = getattr(tensor, "_recinfer_notes", {}).get(name, (None, None))
+    return value if version == tensor._version or name == "sizes" else None
 
 
 class _Notes(TorchFunctionMode):
@@ -878,16 +891,16 @@ class _Notes(TorchFunctionMode):
         if function in (torch.cat, torch.concat, torch.hstack):
             parts = args[0] if args else kwargs.get("tensors", ())
             if all(part.dim() == 1 for part in parts):
-                result._recinfer_sizes = [part.shape[0] for part in parts]  # type: ignore[attr-defined]
-            fills = {getattr(part, "_recinfer_fill", None) for part in parts}
+                _with_note(result, "sizes", [part.shape[0] for part in parts])
+            fills = {_note(part, "fill") for part in parts}
             if len(fills) == 1:
-                result._recinfer_fill = fills.pop()  # type: ignore[attr-defined]
+                _with_note(result, "fill", fills.pop())
             return result
         if function in _FILLS:
-            result._recinfer_fill = 1  # type: ignore[attr-defined]
+            _with_note(result, "fill", 1)
         elif function is torch.full:
             fill = args[1] if len(args) > 1 else kwargs.get("fill_value")
-            result._recinfer_fill = fill if isinstance(fill, int) else None  # type: ignore[attr-defined]
+            _with_note(result, "fill", fill if isinstance(fill, int) else None)
         elif args and isinstance(args[0], Tensor):
             self._keep(function, args[0], result)
         return result
@@ -896,17 +909,17 @@ class _Notes(TorchFunctionMode):
     def _keep(function: Any, given: Tensor, result: Tensor) -> None:
         """Notes that hold for the result of a function of ``given`` too."""
         name = getattr(function, "__name__", "")
-        sizes: Any = getattr(given, "_recinfer_sizes", None)
+        sizes = _note(given, "sizes")
         same = result.dim() == given.dim() == 1 and str(result.shape[0]) == str(given.shape[0])
         if sizes is not None and same and name not in _REORDERS:
-            result._recinfer_sizes = sizes  # type: ignore[attr-defined]
-        fill: Any = getattr(given, "_recinfer_fill", None)
+            _with_note(result, "sizes", sizes)
+        fill = _note(given, "fill")
         if fill is not None and name in _SAME_NUMBERS:
-            result._recinfer_fill = fill  # type: ignore[attr-defined]
+            _with_note(result, "fill", fill)
         if name in _SAME_IDS and not _has_fractions(result):
-            for note in ("_recinfer_path", "_recinfer_bag"):
-                if hasattr(given, note):
-                    setattr(result, note, getattr(given, note))
+            for note in ("path", "bag"):
+                if _note(given, note) is not None:
+                    _with_note(result, note, _note(given, note))
 
 
 def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
@@ -917,7 +930,7 @@ def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
         rows, ids = args
     else:
         return None, None
-    return getattr(rows, "_recinfer_lookup", None), ids
+    return _note(rows, "lookup"), ids
 
 
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
@@ -1116,8 +1129,7 @@ class _Reader:
         def build(tensors: Sequence[Tensor]) -> Tensor:
             ids, lengths, _ = bag(tensors)
             matrix = ids.reshape(lengths.shape[0], *value.shape[1:]).to(value.dtype)
-            matrix._recinfer_bag = (ids, lengths)  # type: ignore[attr-defined]
-            return matrix
+            return _with_note(matrix, "bag", (ids, lengths))  # type: ignore[no-any-return]
 
         return build
 
@@ -1446,7 +1458,7 @@ class _Whole(nn.Module):
                 raise CaptureError("the inputs of the trace differ in their numbers of values")
         self.__dict__["_begin"](tensors[self._batched[0]].shape[0])
         for index, path in self._whole_numbers.items():
-            tensors[index]._recinfer_path = path  # type: ignore[attr-defined]
+            _with_note(tensors[index], "path", path)
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
