@@ -704,6 +704,16 @@ class _TracedKjt:
     def keys(self) -> list[str]:
         return list(self._bags)
 
+    def _current(self) -> dict[str, Bag]:
+        """The tensors of each key; forward may have changed the joined ones in place."""
+        for index, joined in self.__dict__.get("_cache", {}).items():
+            if len(self._bags) > 1 and _note(joined, "bags") is None:
+                parts = joined.split([bag[index].shape[0] for bag in self._bags.values()])  # type: ignore[union-attr]
+                for (key, bag), part in zip(list(self._bags.items()), parts):
+                    self._bags[key] = (*bag[:index], part, *bag[index + 1 :])  # type: ignore[assignment]
+                _with_note(joined, "bags", list(self._bags.values()))
+        return self._bags
+
     def _joined(self, index: int) -> Tensor:
         cache = self.__dict__.setdefault("_cache", {})
         if index not in cache:
@@ -766,13 +776,14 @@ class _TracedKjt:
     def __getitem__(self, key: str) -> Any:
         if key not in self._bags:
             raise CaptureError(f"forward reads feature {key!r}; the example batch has {self.keys()}")
-        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._bags[key])
+        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._current()[key])
 
     def to_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {key: self[key] for key in self._bags}
 
     def _some(self, keys: Sequence[str]) -> Any:
-        return _traced_kjt(self._base, {key: self._bags[key] for key in keys})
+        bags = self._current()
+        return _traced_kjt(self._base, {key: bags[key] for key in keys})
 
     def split(self, segments: Sequence[int]) -> list[Any]:
         keys, parts, start = self.keys(), [], 0
@@ -810,7 +821,7 @@ _CLASSES: dict[type, Any] = {}
 def _parts_of(kjt: Any) -> dict[str, Bag]:
     """The tensors of each key of a KeyedJaggedTensor that forward made or passes on."""
     if isinstance(kjt, _TracedKjt):
-        return kjt._bags
+        return kjt._current()
     keys, values, lengths, weights = list(kjt.keys()), kjt.values(), kjt.lengths(), kjt.weights_or_none()
     if not keys:
         return {}
