@@ -601,36 +601,48 @@ class _Lookup(Stub):
         return found
 
 
+@dataclass
+class _Run:
+    """The findings of a trace. torch.export puts the lists of modules back after it, not other objects.
+
+    Attributes:
+        ids: paths of the tensors that are ids of tables.
+        called: indices of the modules that forward has called.
+        samples: the number of samples of the trace that runs.
+    """
+
+    ids: set[str]
+    called: set[int] = field(default_factory=set)
+    samples: Any = None
+
+
 class _PlainLookup(Stub):
     """A torch.nn.Embedding or EmbeddingBag whose rows one operator gives.
 
     Args:
         index: the index of the model among the embedding modules.
         output: the table's place in it.
-        sizes: the number of samples of each run of forward.
-        ids: paths of the tensors that are ids; the lookup adds those that it meets.
+        run: the trace.
     """
 
-    def __init__(
-        self, index: int, output: int, table: Table, module: nn.Module, called: set[int], sizes: list[Any], ids: set[str]
-    ) -> None:
+    def __init__(self, index: int, output: int, table: Table, module: nn.Module, run: _Run) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _output=output, _table=table, _called=called, _sizes=sizes, _ids=ids)
+        self.__dict__.update(_index=index, _output=output, _table=table, _run=run)
 
     @property
     def weight(self) -> Tensor:
         """All rows, [rows, dim]."""
-        self._called.add(self._index)
+        self._run.called.add(self._index)
         rows = _TableRows(self._index, self._output, self._table).weight
         return _with_note(rows, "lookup", self.rows)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of ids [...], [..., dim]."""
-        samples, dim = self._sizes[-1], self._table.dim
-        self._called.add(self._index)
+        samples, dim = self._run.samples, self._table.dim
+        self._run.called.add(self._index)
         path, bag = _note(ids, "path"), _note(ids, "bag")
         if path is not None:
-            self._ids.add(path)
+            self._run.ids.add(path)
         values = ids.reshape(-1).long()
         if bag is not None:  # forward passes these ids on
             values, lengths = bag
@@ -638,6 +650,7 @@ class _PlainLookup(Stub):
             lengths = values.new_ones(samples) * (values.shape[0] // samples)
         else:  # ids of no sample, as of positions
             lengths = (torch.arange(samples) == 0) * values.shape[0]
+        _with_note(ids, "bag", (values, lengths))
         return torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim).reshape(*ids.shape, dim)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -927,7 +940,8 @@ class _Notes(TorchFunctionMode):
         fill = _note(given, "fill")
         if fill is not None and name in _SAME_NUMBERS:
             _with_note(result, "fill", fill)
-        if name in _SAME_IDS and not _has_fractions(result):
+        wide = result.dtype == given.dtype or (result.dtype in (torch.int64, torch.int32) and name != "view")
+        if name in _SAME_IDS and wide:
             for note in ("path", "bag"):
                 if _note(given, note) is not None:
                     _with_note(result, note, _note(given, note))
@@ -1425,10 +1439,6 @@ def _values_of_weights(examples: Sequence[_Example]) -> dict[int, int]:
     return {index: values[e.path] for index, e in enumerate(examples) if e.part == "weights"}
 
 
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.dtype == torch.bool
-
-
 class _Whole(nn.Module):
     """A model as a function of tensors, with named float32 outputs."""
 
@@ -1445,10 +1455,10 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
-        self._whole_numbers = {
+        self._numbers = {  # tensors that may be ids
             index: example.path
             for index, example in enumerate(examples)
-            if example.part == "tensor" and example.free == (0,) and example.batched and not _has_fractions(example.tensor)
+            if example.batched and example.free == (0,) and example.tensor.dtype in (torch.int64, torch.int32)
         }
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}
@@ -1468,7 +1478,7 @@ class _Whole(nn.Module):
             if tensors[index].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of values")
         self.__dict__["_begin"](tensors[self._batched[0]].shape[0])
-        for index, path in self._whole_numbers.items():
+        for index, path in self._numbers.items():
             _with_note(tensors[index], "path", path)
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
@@ -1662,20 +1672,20 @@ def _traced(
     values as another input has, ``alike``: index -> the other's.
     """
     examples, build = batch[0].found, batch[1]
-    called: set[int] = set()
-    sizes: list[Any] = []  # the number of samples of each run of forward
+    run = _Run(ids)
     stubs: dict[int, Any] = {}
     for i, (module, about) in enumerate(zip(modules, abouts)):
         for output, table in enumerate(about.tables if about.plain else ()):
             inner = module.get_submodule(about.plain[table.name])
-            stubs[id(inner)] = _PlainLookup(i, output, table, inner, called, sizes, ids)
+            stubs[id(inner)] = _PlainLookup(i, output, table, inner, run)
         if not about.plain:
-            stubs[id(module)] = _Lookup(i, about, module, called)
+            stubs[id(module)] = _Lookup(i, about, module, run.called)
     stubs |= collision_stubs(model, stubs)
     body = model_copy(model, stubs)
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, examples, counts, alike, sizes.append, lambda *result: results.append(result)).eval()
+    begin = lambda samples: setattr(run, "samples", samples)  # noqa: E731
+    whole = _Whole(body, build, examples, counts, alike, begin, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with torch_defaults(), _patched(), torch.no_grad(), notes:
@@ -1704,7 +1714,7 @@ def _traced(
         outputs=outputs,
         structure=structure,
         arguments=tuple(_positional(model)),
-        called=tuple(sorted(called)),
+        called=tuple(sorted(run.called)),
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )

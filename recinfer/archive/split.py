@@ -124,10 +124,8 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     batch = _batch_symbols(slots)
     leaves = [_with_one_id_each(leaf, [c for c in calls if c.module == i], batch) for i, leaf in enumerate(leaves)]
     names = _FeatureNames(slots, calls, leaves)
-    results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
-    outputs = dict(zip(captured.outputs, results, strict=True))
     ids = _ids_program(graph_module, slots, names, batch)
-    dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
+    dense = _dense_program(graph_module, slots, calls, names, captured.outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
 
 
@@ -243,21 +241,28 @@ def _calls(graph: fx.Graph) -> Iterator[_Call]:
 
 def _check_stages(graph: fx.Graph, calls: Sequence[_Call], leaves: Sequence[Leaf]) -> None:
     by_node = {call.node: call for call in calls}
-    source: dict[fx.Node, int] = {}  # the module whose vectors reach a node
+    source: dict[fx.Node, str] = {}  # the embedding module whose vectors reach a node
     for node in graph.nodes:
         before = [source[n] for n in node.all_input_nodes if n in source]
+        call = by_node.get(node)
         if node.target is _TABLE:
-            source[node] = node.args[0]
-        elif node in by_node:
+            source[node] = _title(leaves[node.args[0]], node.args[1])
+        elif call is not None:
+            title = _title(leaves[call.module], call.outputs[0])
             if before:
-                one, two = leaves[before[0]].about.path, leaves[by_node[node].module].about.path
                 raise ConfigError(
-                    f"the ids of {two!r} are computed from the vectors of {one!r}; an archive looks up once, so split the "
+                    f"the ids of {title!r} are computed from the vectors of {before[0]!r}; an archive looks up once, so split the "
                     f"model in two and export each"
                 )
-            source[node] = by_node[node].module
+            source[node] = title
         elif before:
             source[node] = before[0]
+
+
+def _title(leaf: Leaf, output: int) -> str:
+    """The path of the module that forward calls for an output."""
+    about = leaf.about
+    return about.plain[about.outputs[output]] if about.plain else about.path
 
 
 class _FeatureNames:
@@ -278,7 +283,7 @@ class _FeatureNames:
                     name = by_nodes.get(bag[:2])
                 if name is None:
                     name = leaf.about.features[output]
-                    if name in passed or name in self.bags:
+                    if leaf.about.path and (name in passed or name in self.bags):
                         name = f"{leaf.about.path}.{name}"
                     while name in passed or name in self.bags:
                         name += "'"
@@ -319,8 +324,10 @@ class _FeatureNames:
         given = {slot.name for slot in self._slots.values() if slot.part == "values"}
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
+                where = f" in {leaf.about.path!r}" if leaf.about.path else ""
                 raise ConfigError(
-                    f"forward reads no vector of table {config.name!r} in {leaf.about.path!r}; remove the table"
+                    f"forward reads no vector of table {config.name!r}{where}; remove the table, or make it a parameter if forward "
+                    f"reads all of it"
                 )
             if not mine:  # forward leaves its vectors unused
                 mine += config.feature_names
@@ -359,7 +366,7 @@ def _dense_program(
     slots: dict[fx.Node, Slot],
     calls: Sequence[_Call],
     names: _FeatureNames,
-    outputs: dict[str, fx.Node],
+    outputs: Sequence[str],
     batch: AbstractSet[str],
 ) -> Program:
     """The program behind the lookups, whose vectors are its inputs."""
@@ -407,7 +414,9 @@ def _dense_program(
             about = _table_input(node, names.lookups)
             node.replace_all_uses_with(tables.setdefault(about, node))
             given[tables[about]] = about
-    return subgraph(whole, given, outputs, batch, keep=("pooled", "values", "lengths"))
+    results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    found = dict(zip(outputs, results, strict=True))
+    return subgraph(whole, given, found, batch, keep=("pooled", "values", "lengths"))
 
 
 def _columns(graph: fx.Graph, call: _Call, vectors: fx.Node, dims: Sequence[int], wanted: Sequence[int]) -> fx.Node:
