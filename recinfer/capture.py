@@ -731,7 +731,7 @@ class _TracedKjt:
         cache = self.__dict__.setdefault("_cache", {})
         if index not in cache:
             parts = [bag[index] for bag in self._bags.values()]
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
+            joined: Any = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
             cache[index] = _with_note(joined, "bags", list(self._bags.values()))
         return cache[index]  # type: ignore[no-any-return]
 

@@ -47,10 +47,10 @@ def collections_of(captured: Captured) -> nn.Module:
     root = nn.Module()
     for about in captured.modules:
         for table, config in zip(about.tables, table_configs(about) if about.plain else ()):
-            made = nn.Embedding(table.rows, table.dim, device=_META, dtype=data_type_to_dtype(config.data_type))
+            plain = nn.Embedding(table.rows, table.dim, device=_META, dtype=data_type_to_dtype(config.data_type))
             if not about.plain[table.name]:
-                return made
-            add_at(root, about.plain[table.name], made)
+                return plain
+            add_at(root, about.plain[table.name], plain)
         if about.plain:
             return root
         made = _collection(about)

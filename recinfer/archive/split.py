@@ -130,7 +130,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
 
 
 def _with_one_id_each(leaf: Leaf, calls: Sequence[_Call], batch: AbstractSet[str]) -> Leaf:
-    """Tables of torch.nn.Embedding of which each sample reads one row a call: pooled ones, whose requests need no decoding."""
+    """Tables of torch.nn.Embedding of which each sample reads one row per call: pooled ones, whose requests need no decoding."""
     about = leaf.about
     single = all(str(values.meta["val"].shape[0]) in batch for call in calls for values, _, _ in call.bags)
     if not about.plain or not calls or not single:
