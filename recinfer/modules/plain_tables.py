@@ -41,10 +41,8 @@ def table_configs(about: EmbeddingModule) -> list[BaseEmbeddingConfig]:
             "feature_names": list(table.features),
             "data_type": DataType.parse(table.data_type),
         }
-        pooled = about.pooled
-        configs.append(
-            EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common)
-            if pooled
-            else EmbeddingConfig(**common)
-        )
+        if about.pooled:
+            configs.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
+        else:
+            configs.append(EmbeddingConfig(**common))
     return configs
