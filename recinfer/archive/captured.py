@@ -12,10 +12,11 @@ from recinfer.archive.program import check_program
 from recinfer.capture import Captured, CaptureError, EmbeddingModule, read_capture
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.plain_tables import table_configs
 from recinfer.modules.remapping import add_remapping
 
 __all__ = ["add_at", "collections_of", "load_weights", "read_program"]
@@ -35,8 +36,8 @@ def read_program(path: str | os.PathLike[str]) -> Captured:
         raise ConfigError(str(error)) from None
     if not captured.modules:
         raise ConfigError(
-            f"{path}: the captured model has no EmbeddingBagCollection or EmbeddingCollection, and an archive needs a table; "
-            f"serve a model without tables by ONNX Runtime or TorchServe"
+            f"{path}: the captured model has no embedding collection, torch.nn.Embedding or EmbeddingBag, and an archive needs a "
+            f"table; serve a model without tables by ONNX Runtime or TorchServe"
         )
     return captured
 
@@ -45,6 +46,13 @@ def collections_of(captured: Captured) -> nn.Module:
     """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
     root = nn.Module()
     for about in captured.modules:
+        for table, config in zip(about.tables, table_configs(about) if about.plain else ()):
+            plain = nn.Embedding(table.rows, table.dim, device=_META, dtype=data_type_to_dtype(config.data_type))
+            if not about.plain[table.name]:
+                return plain
+            add_at(root, about.plain[table.name], plain)
+        if about.plain:
+            return root
         made = _collection(about)
         if not about.path:
             return made
@@ -70,19 +78,7 @@ def _configs(collection: nn.Module) -> list[Any]:
 
 
 def _collection(about: EmbeddingModule) -> nn.Module:
-    tables: list[Any] = []
-    for table in about.tables:
-        common: dict[str, Any] = {
-            "num_embeddings": table.rows,
-            "embedding_dim": table.dim,
-            "name": table.name,
-            "feature_names": list(table.features),
-            "data_type": DataType.parse(table.data_type),
-        }
-        if about.pooled:
-            tables.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
-        else:
-            tables.append(EmbeddingConfig(**common))
+    tables: list[Any] = table_configs(about)
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)

@@ -76,9 +76,8 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
     keys = {}
     wrong = []
     for leaf in leaves:
-        middle = "embedding_bags" if leaf.about.pooled else "embeddings"
         for config in leaf.configs:
-            key = ".".join(part for part in (leaf.path, middle, config.name, "weight") if part)
+            key = leaf.key(config.name)
             keys[leaf.path, config.name] = key
             shape = (config.num_embeddings, config.embedding_dim)
             if key not in checkpoint:
