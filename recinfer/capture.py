@@ -1499,6 +1499,10 @@ def _as_float32(output: Tensor) -> Tensor:
     return torch.where((output >= -_EXACT) & (output <= _EXACT), number, float("nan"))
 
 
+# How an output of one row for each id becomes one of one row for each sample.
+_PADDED = " (.to_padded_dense(most) of a JaggedTensor of vectors is [samples, most, dim])"
+
+
 def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     """Forward's result as plain data; adds its tensors to ``outputs``."""
     kinds = _mro(value)
@@ -1524,7 +1528,7 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     kind = "KeyedJaggedTensor" if "KeyedJaggedTensor" in kinds else type(value).__name__
     raise CaptureError(
         f"forward returns a {kind}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
-        f"KeyedTensor of them"
+        f"KeyedTensor of them{_PADDED if 'JaggedTensor' in kinds else ''}"
     )
 
 
