@@ -253,8 +253,18 @@ def test_a_target_is_a_host_and_a_port(target: Any):
 
 @pytest.mark.parametrize(
     "target",
-    ["localhost:8500", "[::1]:8500", "a_b.example:1", "dns:ranker:8500", "dns:///ranker:8500", "dns://8.8.8.8/ranker:8500"]
-    + ["unix:server.sock", "unix:///run/server.sock", "unix-abstract:name", "ipv4:10.0.0.1:8500,10.0.0.2:8500"],
+    [
+        "localhost:8500",
+        "[::1]:8500",
+        "a_b.example:1",
+        "dns:ranker:8500",
+        "dns:///ranker:8500",
+        "dns://8.8.8.8/ranker:8500",
+        "unix:server.sock",
+        "unix:///run/server.sock",
+        "unix-abstract:name",
+        "ipv4:10.0.0.1:8500,10.0.0.2:8500",
+    ],
 )
 def test_all_forms_of_grpcs_addresses_are_targets(target: str):
     InferenceClient(target).close()
