@@ -154,21 +154,23 @@ def test_a_server_of_a_reference_cycle_stops_on_any_thread(archive: Path):
     until(lambda: not is_open(target))
 
 
-def test_a_server_stops_with_the_program(archive: Path, tmp_path: Path):
+def test_servers_stop_with_the_program(archive: Path, tmp_path: Path):
     unix_socket = tmp_path / "server.sock"
     program = f"""
         from pathlib import Path
         import recinfer
-        from recinfer.serving.config import AddressConfig, ServeConfig
+        from recinfer.serving.config import AddressConfig, RoleConfig, ServeConfig
 
-        server = recinfer.serve(ServeConfig(({str(archive)!r},), AddressConfig(unix_socket=Path({str(unix_socket)!r}))))
+        address = AddressConfig(http_port=0, metrics_port=0, unix_socket=Path({str(unix_socket)!r}))
+        server = recinfer.serve(ServeConfig(({str(archive)!r},), address))
+        shard = recinfer.serve(ServeConfig(({str(archive)!r},), role=RoleConfig(ranks=(0,))))
         print("serves")
     """
     ran = subprocess.run(
         [sys.executable, "-W", "default", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300
     )
     assert (ran.returncode, ran.stdout) == (0, "serves\n")
-    assert "ResourceWarning: unclosed <server of tiny 3" in ran.stderr
+    assert ran.stderr.count("ResourceWarning: unclosed <server of tiny 3") == 2
     assert "Traceback" not in ran.stderr
     assert not unix_socket.exists()
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from recinfer.serving.wire.loop import new_loop
+from recinfer.serving.wire.loop import STOP_SLACK_S, new_loop
 
 __all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "keep_alive"]
 
@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<IQ")
 _READ_BYTES = 256 << 10  # most bytes of one read: most messages come whole
 # A connection ends if less than 64 KiB of a message that has begun come within 10 s, since the message holds memory.
 _PROGRESS_BYTES, _PROGRESS_S, _GRACE_S = 64 << 10, 10.0, 0.5
-_STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
+_FLUSH_S, _LOOK_S = 1.0, 0.01
 # TCP detects a host that fails silently in three seconds, as gRPC's keepalive does. Its user timeout also ends a connection
 # whose other end reads nothing for three seconds while bytes wait for it.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
@@ -89,9 +89,9 @@ class ShardsThread:
     def close(self) -> None:
         """Close all connections after flushing their send buffers, then end the thread. Call on any other thread."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(_STOP_S)
+            asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(STOP_SLACK_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(_STOP_S)
+            self._thread.join(STOP_SLACK_S)
 
     def _run(self) -> None:
         self.loop.run_forever()
