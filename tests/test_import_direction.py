@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "excerpts": set(),
     "env": {"errors"},
     "fbgemm": {"errors"},
-    "files": set(),
+    "files": {"errors"},
     "group_device": {"env", "errors"},
     "ignored": set(),
     "lazy": set(),
