@@ -45,11 +45,12 @@ def collections_of(captured: Captured) -> nn.Module:
     """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
     root = nn.Module()
     for about in captured.modules:
-        made = _collection(about)
+        tables = _tables(about)
+        made = _collection(about, tables)
         if not about.path:
             return made
         parent = add_at(root, about.path, made)
-        add_remapping(parent, about.collisions, _configs(made))
+        add_remapping(parent, about.collisions, tables)
     return root
 
 
@@ -64,12 +65,8 @@ def add_at(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return root
 
 
-def _configs(collection: nn.Module) -> list[Any]:
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    return list(collection.embedding_bag_configs() if pooled else collection.embedding_configs())  # type: ignore[operator]
-
-
-def _collection(about: EmbeddingModule) -> nn.Module:
+def _tables(about: EmbeddingModule) -> list[Any]:
+    """The configs of a collection's tables."""
     tables: list[Any] = []
     for table in about.tables:
         common: dict[str, Any] = {
@@ -83,6 +80,10 @@ def _collection(about: EmbeddingModule) -> nn.Module:
             tables.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
         else:
             tables.append(EmbeddingConfig(**common))
+    return tables
+
+
+def _collection(about: EmbeddingModule, tables: list[Any]) -> nn.Module:
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)
