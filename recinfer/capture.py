@@ -979,7 +979,7 @@ def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
     """``KeyedJaggedTensor.concat`` that keeps the sizes of each key."""
 
     def concat(kjt_list: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(kjt, _TracedKjt) for kjt in kjt_list):
+        if not any(isinstance(kjt, _TracedKjt) or isinstance(kjt.lengths().shape[0], torch.SymInt) for kjt in kjt_list):
             return original(kjt_list, *args, **kwargs)
         return _traced_kjt(base, {key: bag for kjt in kjt_list for key, bag in _parts_of(kjt).items()})
 
