@@ -250,6 +250,8 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         raise InputError(
             "dense: got rows that are not numbers or differ in length; expected rows of numbers of one length"
         ) from None
+    except OverflowError:
+        raise InputError("dense: got a number beyond float64; expected rows of numbers that float32 holds") from None
     if isinstance(data, list | tuple):
         _refuse_bools(data)
     if found.ndim != 2:
