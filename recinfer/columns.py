@@ -419,7 +419,7 @@ def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.f
     if values.size and values.dtype.kind not in "iuf":
         kind = "strings" if _is_text(values) else f"{values.dtype} values"
         raise InputError(f"weights[{name!r}]: got {kind}, expected numbers")
-    if own.size != lengths.size or (own != lengths).any():
+    if values.ndim != 1 or own.size != lengths.size or (own != lengths).any():
         raise InputError(
             f"weights[{name!r}]: got a different structure than the ids, expected one weight per id of each sample"
         )
