@@ -57,6 +57,7 @@ __all__ = [
     "torch_defaults",
     "trace",
     "unwrapped",
+    "with_tables",
 ]
 
 CAPTURE_VERSION = 1
@@ -347,32 +348,32 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     return found if plain is None else {model: plain}
 
 
-_PLAIN_ROWS = 1000
-
-
 def plain_tables(model: nn.Module) -> EmbeddingModule | None:
-    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, as one module; None without any.
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` as the tables of one module; None without any.
 
-    These have at least 1,000 rows. Smaller ones, as of positions, stay in the dense part, unless no one is larger.
+    A trace leaves the tables out that forward does not read by numbers of its inputs, as those of positions.
     """
     every = {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is None
     }
-    chosen = {path: module for path, module in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
-    if not chosen:
-        return None
-    last = [path.rpartition(".")[2] for path in chosen]
+    last = [path.rpartition(".")[2] for path in every]
     plain, tables = {}, []
-    for (path, module), short in zip(chosen.items(), last):
-        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_")
+    for (path, module), short in zip(every.items(), last):
+        unique = last.count(short) == 1 and not short.isdigit()
+        name = (short if unique else path.replace(".", "_")) or "table"
         kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
-        plain[name or "table"] = path
-        rows, dim = int(module.num_embeddings), int(module.embedding_dim)
-        tables.append(Table(name or "table", rows, dim, "none", kind, (name or "table",)))
-    names = tuple(plain)
-    return EmbeddingModule("", False, False, names, names, tuple(t.dim for t in tables), tuple(tables), plain=plain)
+        plain[name] = path
+        tables.append(Table(name, int(module.num_embeddings), int(module.embedding_dim), "none", kind, (name,)))
+    return with_tables(EmbeddingModule("", False, False, (), (), (), plain=plain), tables) if tables else None
+
+
+def with_tables(about: EmbeddingModule, tables: Sequence[Table]) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with ``tables``."""
+    names, dims = tuple(table.name for table in tables), tuple(table.dim for table in tables)
+    plain = {name: about.plain[name] for name in names}
+    return replace(about, features=names, outputs=names, dims=dims, tables=tuple(tables), plain=plain)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -1560,7 +1561,9 @@ def trace(
         try:
             known = len(ids)
             captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
-            if len(ids) > known:
+            read_ones = [_with_read_tables(about, captured.program) for about in abouts]
+            if len(ids) > known or read_ones != list(abouts):
+                abouts = read_ones
                 read = [_read_batch(model, batch, ids) for batch in batches]
                 _sample([reader.found for reader, _ in read])
                 counts = _counts_of_matrices([reader.found for reader, _ in read], ids)
@@ -1584,6 +1587,36 @@ def trace(
                 if not same:
                     raise CaptureError(str(error)) from error
                 alike |= same
+
+
+def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with the tables of which forward reads rows by numbers of its inputs.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not about.plain:
+        return about
+    depends = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    read = set()
+    for node in program.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.SymInt) and not depends.isdisjoint(_numbers_of(node)):
+            depends.add(node)
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in depends:
+            read.add(node.args[1])
+    if not read:
+        raise CaptureError(
+            "forward reads no row of a torch.nn.Embedding by ids of its inputs, and an archive needs a table"
+        )
+    return with_tables(about, [table for index, table in enumerate(about.tables) if index in read])
+
+
+def _numbers_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The inputs of a node of which it reads numbers; functions such as ``zeros_like`` and ``expand_as`` read a size."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if name.endswith("_as") else node.all_input_nodes
 
 
 def _by_lengths_of_others(

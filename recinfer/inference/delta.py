@@ -121,6 +121,8 @@ def make_delta(
     with spinner("exporting the dense part", progress):
         user = () if manifest.signature is None or manifest.signature.user is None else manifest.signature.user.names
         parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user)
+    if parts.cut is not None:
+        stored.plan.only(parts.cut.tables)
     fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract, parts)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, parts.cut, checkpoint)

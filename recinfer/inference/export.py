@@ -148,6 +148,7 @@ def export_archive(
     with torch_defaults(), one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         with spinner("exporting the dense part", progress):
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
+        plan = plan if parts.cut is None else plan.only(parts.cut.tables)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
         id_parts = written_parts(manifest, model, checkpoint, contract, vocabularies)

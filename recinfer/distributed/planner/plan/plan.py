@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from recinfer.excerpts import some
 from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.modules.plain_tables import is_plain
 from recinfer.printed import Printed
 from recinfer.strict_json import build, loads, raising_config_error
 
@@ -212,8 +214,17 @@ class Plan(Printed):
                 return t
         raise NotFoundError(f"table {name!r} of module {module!r} is not in the plan of {len(self.tables)} tables")
 
+    def only(self, tables: AbstractSet[tuple[str, str]]) -> Plan:
+        """The plan of these tables (module path, table) alone; raises ConfigError if one is not planned."""
+        missing = sorted(tables - {(table.module, table.table) for table in self.tables})
+        if missing:
+            raise ConfigError(f"the plan lacks {some([*map(_dotted, missing)], 10)}; plan this model again")
+        kept = tuple(table for table in self.tables if (table.module, table.table) in tables)
+        return self if len(kept) == len(self.tables) else replace(self, tables=kept)
+
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes."""
+        """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes; of a model without embedding
+        collections: unless it has some of them, see :meth:`only`."""
         if found := misfits(self, model):
             raise ConfigError(f"the plan does not fit the model: {found}; plan this model again")
 
@@ -299,8 +310,12 @@ class Plan(Printed):
 
 def misfits(plan: Plan, model: nn.Module) -> str:
     """The differences between the tables of ``model`` and of ``plan``, as text; empty if names and shapes are equal."""
-    have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
+    found = list(embedding_tables(model))
+    have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in found for c in cs}
     planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in plan.tables}
+    if any(is_plain(module) for _, module, _, _ in found) and have.keys() & planned.keys():
+        both = have.keys() & planned.keys()  # export leaves the others in the dense part
+        have, planned = ({key: shapes[key] for key in both} for shapes in (have, planned))
     problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
     problems += [f"{_dotted(k)} of the plan is not in the model" for k in sorted(planned.keys() - have.keys())]
     for key in sorted(have.keys() & planned.keys()):
