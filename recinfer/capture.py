@@ -253,7 +253,8 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
     """Trace ``model`` as it is in memory, in eval mode; the model is not changed.
 
     Args:
-        model: its embedding modules are TorchRec's or recinfer's collections.
+        model: its embedding modules are TorchRec's or recinfer's collections; of a model without any, its torch.nn.Embedding and
+            EmbeddingBag.
         batches: one or two example batches, each a tuple of forward's arguments, or ``(args, kwargs)``. A second batch of
             another size tells which axes are free.
 
@@ -353,20 +354,25 @@ def plain_tables(model: nn.Module) -> EmbeddingModule | None:
 
     A trace leaves the tables out that forward does not read by numbers of its inputs, as those of positions.
     """
-    every = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is None
-    }
+    every: dict[str, Any] = {path: module for path, module in model.named_modules() if _is_plain_table(module)}
     last = [path.rpartition(".")[2] for path in every]
     plain, tables = {}, []
     for (path, module), short in zip(every.items(), last):
         unique = last.count(short) == 1 and not short.isdigit()
         name = (short if unique else path.replace(".", "_")) or "table"
-        kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
+        while name in plain:
+            name += "_"
         plain[name] = path
+        kind = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(module.weight.dtype, "FP32")
         tables.append(Table(name, int(module.num_embeddings), int(module.embedding_dim), "none", kind, (name,)))
     return with_tables(EmbeddingModule("", False, False, (), (), (), plain=plain), tables) if tables else None
+
+
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether forward of ``module`` is that of torch.nn.Embedding or EmbeddingBag, and gives rows as they are stored."""
+    own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return own and not hooked and "weight" in module._parameters and getattr(module, "max_norm", None) is None
 
 
 def with_tables(about: EmbeddingModule, tables: Sequence[Table]) -> EmbeddingModule:
@@ -628,13 +634,13 @@ class _PlainLookup(Stub):
 
     def __init__(self, index: int, output: int, table: Table, module: nn.Module, run: _Run) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _output=output, _table=table, _run=run)
+        self.__dict__.update(_index=index, _output=output, _table=table, _run=run, _dtype=module.weight.dtype)
 
     @property
     def weight(self) -> Tensor:
         """All rows, [rows, dim]."""
         self._run.called.add(self._index)
-        rows = _TableRows(self._index, self._output, self._table).weight
+        rows = _TableRows(self._index, self._output, self._table).weight.to(self._dtype)
         return _with_note(rows, "lookup", self.rows)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -652,7 +658,8 @@ class _PlainLookup(Stub):
         else:  # ids of no sample, as of positions
             lengths = (torch.arange(samples) == 0) * values.shape[0]
         _with_note(ids, "bag", (values, lengths))
-        return torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim).reshape(*ids.shape, dim)
+        rows = torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim)
+        return rows.reshape(*ids.shape, dim).to(self._dtype)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         mode: str | None = getattr(self, "mode", None)

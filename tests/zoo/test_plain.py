@@ -64,6 +64,20 @@ def test_a_model_needs_tables_and_an_example_batch(tmp_path: Path) -> None:
         recinfer.export(p.NextItem(), None, tmp_path / "plain.rqa", progress=False)
 
 
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_an_embedding_that_changes_its_rows_is_no_table() -> None:
+    hooked, rows = nn.Embedding(5, 4), nn.Embedding(5, 4)
+    hooked.register_forward_hook(lambda module, given, found: found * 2)
+    normed = nn.utils.parametrizations.weight_norm(nn.Embedding(5, 4))
+    found = plain_tables(nn.ModuleList([Scaled(5, 4), hooked, normed, nn.Embedding(5, 4, max_norm=1.0), rows]))
+    assert found is not None
+    assert list(found.plain.values()) == ["4"]
+
+
 def test_tables_that_no_input_reads_stay_in_the_dense_part(tmp_path: Path) -> None:
     small = plain_tables(nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.ModuleList([nn.Embedding(5, 4)])}))
     assert small is not None
