@@ -37,7 +37,7 @@ from recinfer.strict_json import build, loads, raising_config_error
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits"]
+__all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits", "of_tables"]
 
 PLAN_FORMAT = "recinfer.plan/1"
 MAX_RANKS = 1 << 16  # an archive has a file per rank, so a wrong number would fill the disk and the memory
@@ -214,17 +214,9 @@ class Plan(Printed):
                 return t
         raise NotFoundError(f"table {name!r} of module {module!r} is not in the plan of {len(self.tables)} tables")
 
-    def only(self, tables: AbstractSet[tuple[str, str]]) -> Plan:
-        """The plan of these tables (module path, table) alone; raises ConfigError if one is not planned."""
-        missing = sorted(tables - {(table.module, table.table) for table in self.tables})
-        if missing:
-            raise ConfigError(f"the plan lacks {some([*map(_dotted, missing)], 10)}; plan this model again")
-        kept = tuple(table for table in self.tables if (table.module, table.table) in tables)
-        return self if len(kept) == len(self.tables) else replace(self, tables=kept)
-
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes; of a model without embedding
-        collections: unless it has some of them, see :meth:`only`."""
+        collections: unless it has some of them, see :func:`of_tables`."""
         if found := misfits(self, model):
             raise ConfigError(f"the plan does not fit the model: {found}; plan this model again")
 
@@ -306,6 +298,15 @@ class Plan(Printed):
                 chosen = precision.get(config.name) if isinstance(precision, dict) else precision
                 tables.append(table_plan(path, config, sharding, chosen or config.data_type, world_size))
         return cls(world_size, compute_device, tuple(tables), {}, local_world_size)
+
+
+def of_tables(plan: Plan, tables: AbstractSet[tuple[str, str]]) -> Plan:
+    """``plan`` of these tables (module path, table) alone; raises ConfigError if one is not planned."""
+    missing = sorted(tables - {(table.module, table.table) for table in plan.tables})
+    if missing:
+        raise ConfigError(f"the plan lacks {some([*map(_dotted, missing)], 10)}; plan this model again")
+    kept = tuple(table for table in plan.tables if (table.module, table.table) in tables)
+    return plan if len(kept) == len(plan.tables) else replace(plan, tables=kept)
 
 
 def misfits(plan: Plan, model: nn.Module) -> str:
