@@ -27,6 +27,7 @@ from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.files import refuse_url
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
 from recinfer.strict_json import MAX_JSON_BYTES, build, loads
@@ -413,9 +414,11 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     error.
 
     Raises:
+        ConfigError: the target is a URL.
         ArchiveError: the target exists and may not be overwritten, or is not a file.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
+    refuse_url(target, "out")
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and not (overwrite and target.is_file()):
         raise exists(target)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recinfer.cli.archives import local_archive
 from recinfer.cli.client import ClientOptions, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
@@ -65,7 +66,7 @@ class CapacityOptions:
     load: LoadOptions
     client: ClientOptions
     archive: Annotated[
-        Path | None, typer.Argument(help="Archive folder to start a server for.", show_default=False)
+        str | None, typer.Argument(help="Archive folder, or its URL, to start a server for.", show_default=False)
     ] = None
     target: Annotated[
         str | None,
@@ -105,7 +106,8 @@ def capacity(options: CapacityOptions) -> None:
         check_picture(options.plot)
     if options.out is not None:
         check_place("--out", options.out)
-    subject = MeasuredServer(options.archive, options.target, options.sharded)
+    archive = None if options.archive is None else local_archive(options.archive, output)
+    subject = MeasuredServer(archive, options.target, options.sharded)
     found = measure(subject, options.load, options.client, output)
     show_measured(output, found)
     if options.out is not None:

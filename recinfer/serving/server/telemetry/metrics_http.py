@@ -57,7 +57,6 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         allows=security.allows,
         tls=security.tls_context(lets_probes_in=True),
         needs_certificate=security.client_ca is not None,
-        grace=_GRACE_S,
     )
 
 
@@ -123,10 +122,10 @@ class MetricsServer(HttpServer):
         await super().start()
         self._history.start()
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float = _GRACE_S) -> None:
         """See HttpServer."""
         self._history.stop()
-        await super().stop()
+        await super().stop(grace)
 
 
 class _Pages:
