@@ -1733,7 +1733,8 @@ def _split_joined_lengths(program: ExportedProgram) -> None:
     """
     aten = torch.ops.aten
     for node in program.graph.find_nodes(op="call_function", target=aten.select.int):
-        rows, axis, index = node.args
+        given: tuple[Any, ...] = node.args
+        rows, axis, index = given
         if axis != 0 or rows.target not in (aten.view.default, aten.reshape.default):
             continue
         parts = _joined(rows.args[0])
@@ -1747,7 +1748,7 @@ def _split_joined_lengths(program: ExportedProgram) -> None:
             node.replace_all_uses_with(parts[index])
 
 
-def _joined(node: torch.fx.Node) -> list[torch.fx.Node]:
+def _joined(node: Any) -> list[torch.fx.Node]:
     """The tensors that ``node`` joins along its first axis, those of joined ones in their place."""
     if node.target is not torch.ops.aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
         return [node]
