@@ -1748,6 +1748,7 @@ def _traced(
     slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    _split_joined_lengths(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
     program.graph_module.graph.eliminate_dead_code()
     _state_sizes(program)
@@ -1762,6 +1763,36 @@ def _traced(
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )
+
+
+def _split_joined_lengths(program: ExportedProgram) -> None:
+    """Replace a row of ``cat(parts).view(len(parts), -1)`` by its part, where all parts have as many numbers.
+
+    The lengths of a KeyedJaggedTensor that forward makes of several are joined and cut so; else each row, as the number of
+    candidates, would seem to depend on the lengths of all features.
+    """
+    aten = torch.ops.aten
+    for node in program.graph.find_nodes(op="call_function", target=aten.select.int):
+        given: tuple[Any, ...] = node.args
+        rows, axis, index = given
+        if axis != 0 or rows.target not in (aten.view.default, aten.reshape.default):
+            continue
+        parts = _joined(rows.args[0])
+        shapes = {str(part.meta["val"].shape) for part in parts}
+        kinds = {part.meta["val"].dtype for part in parts}
+        if (
+            len(parts) == rows.meta["val"].shape[0]
+            and len(shapes) == len(kinds) == 1
+            and parts[0].meta["val"].dim() == 1
+        ):
+            node.replace_all_uses_with(parts[index])
+
+
+def _joined(node: Any) -> list[torch.fx.Node]:
+    """The tensors that ``node`` joins along its first axis, those of joined ones in their place."""
+    if node.target is not torch.ops.aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
+        return [node]
+    return [part for each in node.args[0] for part in _joined(each)]
 
 
 def _state_sizes(program: ExportedProgram) -> None:
