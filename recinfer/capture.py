@@ -57,6 +57,7 @@ __all__ = [
     "torch_defaults",
     "trace",
     "unwrapped",
+    "with_tables",
 ]
 
 CAPTURE_VERSION = 1
@@ -252,7 +253,8 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
     """Trace ``model`` as it is in memory, in eval mode; the model is not changed.
 
     Args:
-        model: its embedding modules are TorchRec's or recinfer's collections.
+        model: its embedding modules are TorchRec's or recinfer's collections; of a model without any, its torch.nn.Embedding and
+            EmbeddingBag.
         batches: one or two example batches, each a tuple of forward's arguments, or ``(args, kwargs)``. A second batch of
             another size tells which axes are free.
 
@@ -347,32 +349,37 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     return found if plain is None else {model: plain}
 
 
-_PLAIN_ROWS = 1000
-
-
 def plain_tables(model: nn.Module) -> EmbeddingModule | None:
-    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, as one module; None without any.
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` as the tables of one module; None without any.
 
-    These have at least 1,000 rows. Smaller ones, as of positions, stay in the dense part, unless no one is larger.
+    A trace leaves the tables out that forward does not read by numbers of its inputs, as those of positions.
     """
-    every = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is None
-    }
-    chosen = {path: module for path, module in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
-    if not chosen:
-        return None
-    last = [path.rpartition(".")[2] for path in chosen]
+    every: dict[str, Any] = {path: module for path, module in model.named_modules() if _is_plain_table(module)}
+    last = [path.rpartition(".")[2] for path in every]
     plain, tables = {}, []
-    for (path, module), short in zip(chosen.items(), last):
-        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_")
-        kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
-        plain[name or "table"] = path
-        rows, dim = int(module.num_embeddings), int(module.embedding_dim)
-        tables.append(Table(name or "table", rows, dim, "none", kind, (name or "table",)))
-    names = tuple(plain)
-    return EmbeddingModule("", False, False, names, names, tuple(t.dim for t in tables), tuple(tables), plain=plain)
+    for (path, module), short in zip(every.items(), last):
+        unique = last.count(short) == 1 and not short.isdigit()
+        name = (short if unique else path.replace(".", "_")) or "table"
+        while name in plain:
+            name += "_"
+        plain[name] = path
+        kind = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(module.weight.dtype, "FP32")
+        tables.append(Table(name, int(module.num_embeddings), int(module.embedding_dim), "none", kind, (name,)))
+    return with_tables(EmbeddingModule("", False, False, (), (), (), plain=plain), tables) if tables else None
+
+
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether forward of ``module`` is that of torch.nn.Embedding or EmbeddingBag, and gives rows as they are stored."""
+    own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return own and not hooked and "weight" in module._parameters and getattr(module, "max_norm", None) is None
+
+
+def with_tables(about: EmbeddingModule, tables: Sequence[Table]) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with ``tables``."""
+    names, dims = tuple(table.name for table in tables), tuple(table.dim for table in tables)
+    plain = {name: about.plain[name] for name in names}
+    return replace(about, features=names, outputs=names, dims=dims, tables=tuple(tables), plain=plain)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -627,13 +634,13 @@ class _PlainLookup(Stub):
 
     def __init__(self, index: int, output: int, table: Table, module: nn.Module, run: _Run) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _output=output, _table=table, _run=run)
+        self.__dict__.update(_index=index, _output=output, _table=table, _run=run, _dtype=module.weight.dtype)
 
     @property
     def weight(self) -> Tensor:
         """All rows, [rows, dim]."""
         self._run.called.add(self._index)
-        rows = _TableRows(self._index, self._output, self._table).weight
+        rows = _TableRows(self._index, self._output, self._table).weight.to(self._dtype)
         return _with_note(rows, "lookup", self.rows)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -651,7 +658,8 @@ class _PlainLookup(Stub):
         else:  # ids of no sample, as of positions
             lengths = (torch.arange(samples) == 0) * values.shape[0]
         _with_note(ids, "bag", (values, lengths))
-        return torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim).reshape(*ids.shape, dim)
+        rows = torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim)
+        return rows.reshape(*ids.shape, dim).to(self._dtype)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         mode: str | None = getattr(self, "mode", None)
@@ -979,7 +987,7 @@ def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
     """``KeyedJaggedTensor.concat`` that keeps the sizes of each key."""
 
     def concat(kjt_list: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(kjt, _TracedKjt) for kjt in kjt_list):
+        if not any(isinstance(kjt, _TracedKjt) or isinstance(kjt.lengths().shape[0], torch.SymInt) for kjt in kjt_list):
             return original(kjt_list, *args, **kwargs)
         return _traced_kjt(base, {key: bag for kjt in kjt_list for key, bag in _parts_of(kjt).items()})
 
@@ -1560,7 +1568,9 @@ def trace(
         try:
             known = len(ids)
             captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
-            if len(ids) > known:
+            read_ones = [_with_read_tables(about, captured.program) for about in abouts]
+            if len(ids) > known or read_ones != list(abouts):
+                abouts = read_ones
                 read = [_read_batch(model, batch, ids) for batch in batches]
                 _sample([reader.found for reader, _ in read])
                 counts = _counts_of_matrices([reader.found for reader, _ in read], ids)
@@ -1584,6 +1594,36 @@ def trace(
                 if not same:
                     raise CaptureError(str(error)) from error
                 alike |= same
+
+
+def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with the tables of which forward reads rows by numbers of its inputs.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not about.plain:
+        return about
+    depends = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    read = set()
+    for node in program.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.SymInt) and not depends.isdisjoint(_numbers_of(node)):
+            depends.add(node)
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in depends:
+            read.add(node.args[1])
+    if not read:
+        raise CaptureError(
+            "forward reads no row of a torch.nn.Embedding by ids of its inputs, and an archive needs a table"
+        )
+    return with_tables(about, [table for index, table in enumerate(about.tables) if index in read])
+
+
+def _numbers_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The inputs of a node of which it reads numbers; functions such as ``zeros_like`` and ``expand_as`` read a size."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if name.endswith("_as") else node.all_input_nodes
 
 
 def _by_lengths_of_others(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,18 +47,14 @@ def collections_of(captured: Captured) -> nn.Module:
     """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
     root = nn.Module()
     for about in captured.modules:
-        for table, config in zip(about.tables, table_configs(about) if about.plain else ()):
-            plain = nn.Embedding(table.rows, table.dim, device=_META, dtype=data_type_to_dtype(config.data_type))
-            if not about.plain[table.name]:
-                return plain
-            add_at(root, about.plain[table.name], plain)
-        if about.plain:
-            return root
-        made = _collection(about)
+        tables = table_configs(about)
+        if about.plain:  # the model itself
+            return _plain_model(about, tables)
+        made = _collection(about, tables)
         if not about.path:
             return made
         parent = add_at(root, about.path, made)
-        add_remapping(parent, about.collisions, _configs(made))
+        add_remapping(parent, about.collisions, tables)
     return root
 
 
@@ -72,13 +69,18 @@ def add_at(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return root
 
 
-def _configs(collection: nn.Module) -> list[Any]:
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    return list(collection.embedding_bag_configs() if pooled else collection.embedding_configs())  # type: ignore[operator]
+def _plain_model(about: EmbeddingModule, tables: Sequence[Any]) -> nn.Module:
+    root = nn.Module()
+    for config in tables:
+        dtype = data_type_to_dtype(config.data_type)
+        table = nn.Embedding(config.num_embeddings, config.embedding_dim, device=_META, dtype=dtype)
+        if not about.plain[config.name]:
+            return table
+        add_at(root, about.plain[config.name], table)
+    return root
 
 
-def _collection(about: EmbeddingModule) -> nn.Module:
-    tables: list[Any] = table_configs(about)
+def _collection(about: EmbeddingModule, tables: list[Any]) -> nn.Module:
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)

@@ -51,15 +51,18 @@ class ModuleLookup:
     Attributes:
         leaf: the module.
         features: per table the features that it looks up, which have the names of a request or of the ids program.
+        position_weights: feature -> (state-dict key, positions), for position-weighted modules.
     """
 
     leaf: Leaf
     features: tuple[tuple[str, ...], ...]
+    position_weights: dict[str, tuple[str, int]] | None
 
     @classmethod
     def of(cls, leaf: Leaf) -> ModuleLookup:
         """The lookups of a module under the features of its tables."""
-        return cls(leaf, tuple(tuple(config.feature_names) for config in leaf.configs))
+        features = tuple(tuple(config.feature_names) for config in leaf.configs)
+        return cls(leaf, features, leaf.position_weights)
 
     @property
     def columns(self) -> list[tuple[int, str]]:
@@ -273,23 +276,32 @@ class _FeatureNames:
         self.bags: dict[str, Bag] = {}  # computed feature -> its nodes
         self.of: dict[tuple[fx.Node, int], str] = {}  # (call, place in its outputs) -> feature
         self.computed: dict[str, bool] = {}  # computed feature -> whether its ids carry weights
+        self._processed: dict[
+            tuple[int, str], str
+        ] = {}  # (position-weighted module, feature) -> the module's name of it
         passed = {self._passed_on(bag) for call in calls for bag in call.bags}
-        by_nodes: dict[tuple[fx.Node, fx.Node], str] = {}
+        by_nodes: dict[Any, str] = {}
         for call in calls:
             leaf = leaves[call.module]
             for place, (output, bag) in enumerate(zip(call.outputs, call.bags)):
+                own = leaf.about.features[output]
+                processed = (call.module, own) if leaf.about.processed else None
                 name = self._passed_on(bag)
+                if name is not None and self._processed.get((call.module, name), own) != own:
+                    name = None  # the same ids under another name, whose positions weigh something else
                 if name is None:
-                    name = by_nodes.get(bag[:2])
+                    name = by_nodes.get((bag, processed))
                 if name is None:
-                    name = leaf.about.features[output]
+                    name = own
                     if leaf.about.path and (name in passed or name in self.bags):
                         name = f"{leaf.about.path}.{name}"
                     while name in passed or name in self.bags:
                         name += "'"
-                    by_nodes[bag[:2]] = name
+                    by_nodes[bag, processed] = name
                     self.bags[name] = bag
-                    self.computed[name] = leaf.about.is_weighted
+                    self.computed[name] = leaf.about.weighted
+                if processed is not None:
+                    self._processed[call.module, name] = own
                 self.of[call.node, place] = name
         self.lookups = tuple(self._lookup(i, leaf, calls) for i, leaf in enumerate(leaves))
 
@@ -325,13 +337,14 @@ class _FeatureNames:
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
                 where = f" in {leaf.about.path!r}" if leaf.about.path else ""
-                raise ConfigError(
-                    f"forward reads no vector of table {config.name!r}{where}; remove the table, or make it a parameter if forward "
-                    f"reads all of it"
-                )
+                raise ConfigError(f"forward reads no vector of table {config.name!r}{where}; remove the table")
             if not mine:  # forward leaves its vectors unused
                 mine += config.feature_names
-        return ModuleLookup(leaf, tuple(tuple(mine) for mine in features))
+        weights = leaf.position_weights
+        if weights is not None:
+            named = {name: self._processed.get((index, name), name) for mine in features for name in mine}
+            weights = {name: weights[own] for name, own in named.items() if own in weights}
+        return ModuleLookup(leaf, tuple(tuple(mine) for mine in features), weights)
 
 
 # ------------------------------------------------------------------------------------------------- the two programs
