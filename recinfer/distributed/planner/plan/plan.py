@@ -194,12 +194,11 @@ class Plan(Printed):
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise NotFoundError(f"no plan file {str(path)!r}") from None
-        except UnicodeDecodeError:
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
             raise ConfigError(
-                f"cannot read the plan {str(path)!r}: it is no text; expected a JSON file of `recinfer plan`"
+                f"cannot read the plan {str(path)!r}: {reason}; expected a JSON file of `recinfer plan`"
             ) from None
-        except OSError as error:
-            raise ConfigError(f"cannot read the plan {str(path)!r}: {error}") from None
         try:
             return cls.from_json(text)
         except ConfigError as error:
