@@ -250,6 +250,8 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         raise InputError(
             "dense: got rows that are not numbers or differ in length; expected rows of numbers of one length"
         ) from None
+    except OverflowError:
+        raise InputError("dense: got a number beyond float64; expected rows of numbers that float32 holds") from None
     if isinstance(data, list | tuple):
         _refuse_bools(data)
     if found.ndim != 2:
@@ -417,7 +419,7 @@ def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.f
     if values.size and values.dtype.kind not in "iuf":
         kind = "strings" if _is_text(values) else f"{values.dtype} values"
         raise InputError(f"weights[{name!r}]: got {kind}, expected numbers")
-    if own.size != lengths.size or (own != lengths).any():
+    if values.ndim != 1 or own.size != lengths.size or (own != lengths).any():
         raise InputError(
             f"weights[{name!r}]: got a different structure than the ids, expected one weight per id of each sample"
         )

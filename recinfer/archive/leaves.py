@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from recinfer.capture import EmbeddingModule, described
+from recinfer.capture import EmbeddingModule, described, plain_tables
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -32,6 +32,12 @@ class Leaf:
     module: nn.Module
     configs: tuple[BaseEmbeddingConfig, ...]
     about: EmbeddingModule
+
+    def key(self, table: str) -> str:
+        """The key of a table's weight in a state dict of the model."""
+        middle = "embedding_bags" if self.about.pooled else "embeddings"
+        names = (self.about.plain[table],) if self.about.plain else (self.path, middle, table)
+        return ".".join(part for part in (*names, "weight") if part)
 
     @property
     def position_weights(self) -> dict[str, tuple[str, int]] | None:
@@ -64,7 +70,7 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         parent = modules.get(path.rpartition(".")[0]) if path else None
         if parent is not None and _processes_features(parent):
             outer_path, outer = path.rpartition(".")[0], parent
-        about = described(outer_path, outer, configs, pooled)
+        about = _plain(module) or described(outer_path, outer, configs, pooled)
         for _, name, _ in about.positions:
             if not name.startswith("position_weights.") and not name.endswith(".position_weight"):
                 raise ConfigError(
@@ -74,10 +80,16 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         leaves.append(Leaf(path, outer, tuple(configs), about))
     if not leaves:
         raise ConfigError(
-            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; expected a model whose "
-            f"tables are in these modules"
+            f"{type(model).__name__} has no EmbeddingBagCollection, EmbeddingCollection, torch.nn.Embedding or EmbeddingBag; "
+            f"expected a model with tables"
         )
     return leaves
+
+
+def _plain(module: nn.Module) -> EmbeddingModule | None:
+    """A model without collections as a trace describes it; None for a collection."""
+    is_collection = hasattr(module, "embedding_bag_configs") or hasattr(module, "embedding_configs")
+    return None if is_collection else plain_tables(module)
 
 
 def _processes_features(module: nn.Module) -> bool:

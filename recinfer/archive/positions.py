@@ -60,7 +60,9 @@ class PositionWeights:
     def _refuse(features: KeyedJaggedTensor, positions: Tensor, key_N: Tensor, limit_N: Tensor) -> None:
         first = int(((positions >= limit_N) & (limit_N > 0)).nonzero()[0])
         name, limit = features.keys()[int(key_N[first])], int(limit_N[first])
-        raise InputError(f"feature {name!r} has a bag of more than {limit} ids; it has only {limit} position weights")
+        bag = int(torch.searchsorted(features.offsets(), first, right=True)) - 1
+        got = f"feature {name!r}, sample {bag % features.stride()}: got {int(features.lengths()[bag])} ids"
+        raise InputError(f"{got}, expected at most {limit}, its number of position weights")
 
 
 def pack_position_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bytes:

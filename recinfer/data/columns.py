@@ -129,7 +129,7 @@ def to_numbers(values: NDArray[Any], name: str) -> NDArray[np.float64]:
     present = ~_missing(values)
     try:
         numbers[present] = values[present].astype(np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         # Only the error path checks values one by one, to name the first wrong value.
         bad = np.array([not _is_number(v) for v in values[present]], dtype=bool)
         _refuse(name, values, present, bad, "expected a number or nothing")
@@ -146,7 +146,10 @@ def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
     """An object array of numbers as a numeric array; unchanged if some numbers have more than 64 bits."""
     kinds = set(map(type, values))
     if any(issubclass(k, float | np.floating) for k in kinds) and len(kinds) > 1:
-        return values.astype(np.float64)
+        try:
+            return values.astype(np.float64)
+        except OverflowError:  # an integer beyond float64
+            return values.astype(str)
     found = np.array(values.tolist())
     return values.astype(str) if found.dtype.kind == "O" else found
 
@@ -174,6 +177,6 @@ def _refuse(name: str, values: NDArray[Any], present: NDArray[np.bool_], bad: ND
 def _is_number(value: Any) -> bool:
     try:
         float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last for an integer beyond float64
         return False
     return True

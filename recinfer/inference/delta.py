@@ -123,7 +123,7 @@ def make_delta(
         parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user)
     fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract, parts)
     _check_same(manifest, fresh)
-    weights = read_positions(leaves, checkpoint)
+    weights = read_positions(leaves, parts.cut, checkpoint)
     files = parts.files()
     if weights:
         files[POSITIONS] = pack_position_weights(weights)

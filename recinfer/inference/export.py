@@ -171,7 +171,7 @@ def export_archive(
         folder.add("plan.json", plan.to_json().encode())
         for path, data in parts.files().items():
             folder.add(path, data)
-        if positions := read_positions(leaves, checkpoint):
+        if positions := read_positions(leaves, parts.cut, checkpoint):
             folder.add(POSITIONS, pack_position_weights(positions))
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)

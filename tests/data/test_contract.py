@@ -246,6 +246,8 @@ def test_inconsistent_contract_is_refused(make: Any, message: str) -> None:
         ({"age": [1, 2.5, 3, 4]}, "column 'age', row 1: got '2.5'"),
         ({"rare": ["a", "b", None, "a"]}, "sparse feature 'rare', row 2: no value in column 'rare'"),
         ({"cost": ["1", "2", "cheap", "4"]}, "column 'cost', row 2: got 'cheap' .* expected a number"),
+        ({"cost": ["1", 10**400, None, 4.5]}, r"column 'cost', row 1: got 10+ \(int\), expected a number"),
+        ({"age": [1, 10**400, 2.5, 4]}, r"column 'age', row 1: got '10+'"),
         ({"clicks": [1, 2, 3, math.inf]}, "dense feature 'clicks', row 3: becomes inf"),
     ],
 )

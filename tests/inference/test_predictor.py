@@ -99,8 +99,10 @@ def test_every_kind_of_module_predicts(everything: tuple[nn.Module, Archive]) ->
 
 def test_bags_longer_than_position_weights_are_refused(everything: tuple[nn.Module, Archive]) -> None:
     predictor = load(everything[1].root)
-    with pytest.raises(InputError, match="'f_recent' has a bag of more than 3 ids"):
-        predictor.lookup(bag(f_user=[[1]], f_recent=[[1, 2, 3, 4]]))
+    with pytest.raises(
+        InputError, match="'f_recent', sample 1: got 4 ids, expected at most 3, its number of position weights"
+    ):
+        predictor.lookup(bag(f_user=[[1], []], f_recent=[[], [1, 2, 3, 4]]))
     predictor.lookup(bag(f_user=[[1, 2, 3, 4, 5, 6, 7]], f_recent=[[1, 2, 3]]))
 
 

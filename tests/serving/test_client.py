@@ -94,6 +94,13 @@ def test_numbers_beyond_float32_become_infinite_without_a_warning() -> None:
     assert weights is not None and weights.tolist() == [float("inf")]
 
 
+def test_integers_beyond_float64_are_refused() -> None:
+    """JSON has integers of any size."""
+    for rows in ([[10**400]], [[0.5, 10**400]]):
+        with pytest.raises(InputError, match="dense: got a number beyond float64; expected rows of numbers"):
+            as_matrix(rows)
+
+
 def test_pandas_columns():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     check(as_features(pandas.DataFrame({"user": USER, "history": HISTORY})))

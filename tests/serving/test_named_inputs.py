@@ -390,6 +390,21 @@ def test_facts_of_features_name_the_sample(server: Server, models: dict[str, Pre
         checked(ask(server, "priced:predict", body))
 
 
+def test_an_object_among_numbers_is_named(server: Server) -> None:
+    """Not the number, which is right."""
+    asked = ask_priced(3)
+    body = {"inputs": columns_of(asked.features) | lists_of(asked)}
+    body["inputs"]["weekday"][1] = {"values": [1]}
+    with pytest.raises(InputError, match=r"inputs\['weekday'\]\[1\]: got an object, expected a number"):
+        checked(ask(server, "priced:predict", body))
+
+
+def test_a_context_alone_has_no_samples(server: Server) -> None:
+    body = {"inputs": [{"name": "context.user", "datatype": "INT64", "shape": [1], "data": [3]}]}
+    with pytest.raises(InputError, match="inputs: got a context without samples"):
+        checked(post(server, "/v2/models/priced/infer", body))
+
+
 def raw(**fields: Any) -> bytes:
     """A request of two samples whose input ``price`` has these fields."""
     asked = ask_priced(2)

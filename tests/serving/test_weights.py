@@ -139,6 +139,10 @@ def test_weights_have_the_form_of_their_ids() -> None:
     for weights in ([[1.0], [1.0]], [[1.0, 2.0]], [1.0], [[1.0, 2.0, 3.0], []]):
         with pytest.raises(InputError, match=r"weights\['tags'\]: got a different structure"):
             as_features({"tags": ([[3, 7], [5]], weights)})
+    for nested in ([[[1.0]]], [[[1.0, 2.0]]], [[[]]]):
+        for others in ({}, {"more": ([[3]], [[1.0]])}):
+            with pytest.raises(InputError, match=r"weights\['tags'\]: got a different structure"):
+                as_features({"tags": ([[3]], nested), **others})
     with pytest.raises(InputError, match=r"weights\['tags'\]: got strings, expected numbers"):
         as_features({"tags": ([[3, 7]], [["a", "b"]])})
     found = as_features({"a": [1, 2], "tags": (np.array([[3, 7], [5, 6]]), np.ones((2, 2))), "b": ([[], [1]], None)})

@@ -414,6 +414,13 @@ def test_every_protocol_takes_strings(served_archive: Served) -> None:
             ({"f_cat": "\ud800"}, "lone surrogate"),
         ):
             assert message in posted(lookup, {"instances": [cell]})["error"]
+        for other, got in (
+            (True, "true"),
+            ([2**63], 2**63),
+            ([[1]], "a list of 1"),
+        ):  # not the string, which may be there
+            error = posted(lookup, {"instances": [{"f_cat": "paris"}, {"f_cat": other}]})["error"]
+            assert error.startswith(f"instances[1]['f_cat']: got {got}, expected")
         assert posted(lookup, {"instances": [{"f_cat": "paris"}, {"f_cat": ["paris"]}]}) == posted(
             lookup, {"instances": [{"f_cat": 0}, {"f_cat": [0]}]}
         )

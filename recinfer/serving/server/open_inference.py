@@ -230,6 +230,8 @@ def to_call(request: InferRequest, model: ServedModel, limits: Limits) -> tuple[
         batch = features[0].batch
     elif once or not feature_names:
         batch = dense.shape[0] if dense is not None else _batch_of(request.inputs, named.infos)
+        if once and not batch:
+            raise InputError("inputs: got a context without samples, expected an input of the samples as well")
     else:
         batch = 0
     parts = _encode(features, batch, limits)

@@ -34,7 +34,7 @@ static int read_part(Span message, PlainPart *part) {
     unsigned seen = 0;
     while (reader.at < reader.end) {
         uint64_t tag;
-        if (!read_varint(&reader, &tag))
+        if (!read_tag(&reader, &tag))
             return 0;
         const uint64_t field = tag >> 3;
         if (field < 1 || field > 6 || seen & 1u << field)
@@ -73,7 +73,7 @@ static int read_plain_find(const uint8_t *bytes, Py_ssize_t size, PlainFind *fou
     while (reader.at < reader.end) {
         uint64_t tag;
         Span span;
-        if (!read_varint(&reader, &tag))
+        if (!read_tag(&reader, &tag))
             return 0;
         if (tag == (2 << 3 | VARINT)) {
             if (found->batch || !read_varint(&reader, &found->batch) || found->batch < 1 || found->batch > INT32_MAX)
@@ -441,7 +441,7 @@ static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const u
 
 INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, uint8_t *to) {
     if (!adds) {
-        memcpy(to, vector, (size_t)width * sizeof *vector);
+        copy_floats(vector, width, to);
         return;
     }
     for (int64_t i = 0; i < width; i++) {

@@ -29,6 +29,15 @@ static inline int read_varint(Reader *reader, uint64_t *value) {
     return 0;
 }
 
+/* Read the tag of a field below 16, which encoders write as one byte; return 0 for any other. protobuf itself refuses a tag of more
+   than five bytes. */
+static inline int read_tag(Reader *reader, uint64_t *tag) {
+    if (reader->at == reader->end || *reader->at >= 0x80)
+        return 0;
+    *tag = *reader->at++;
+    return 1;
+}
+
 static inline int read_span(Reader *reader, Span *span) {
     uint64_t size;
     if (!read_varint(reader, &size) || size > (uint64_t)(reader->end - reader->at))

@@ -40,7 +40,7 @@ static int read_features(Span message, Features *features) {
         const uint8_t *begin = reader.at;
         uint64_t tag;
         Span span;
-        if (!read_varint(&reader, &tag))
+        if (!read_tag(&reader, &tag))
             return 0;
         if (tag == (2 << 3 | VARINT)) {
             if (has_batch || !read_varint(&reader, &features->batch))
@@ -93,7 +93,7 @@ static int read_request(const uint8_t *data, Py_ssize_t size, RequestParts *part
     while (reader.at < reader.end) {
         uint64_t tag;
         Span span, *target;
-        if (!read_varint(&reader, &tag) || (tag & 7) != DELIMITED || !read_span(&reader, &span))
+        if (!read_tag(&reader, &tag) || (tag & 7) != DELIMITED || !read_span(&reader, &span))
             return 0;
         switch (tag >> 3) {
         case 1:

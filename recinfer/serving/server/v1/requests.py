@@ -72,10 +72,12 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
         others: dict[str, Any] = {}
         if context is not None:
             others["context"] = context.features(limits.max_ids, inputs.strings) if context.has_features else None
-            others["context_inputs"] = context.inputs()
+            others["context_inputs"] = context.inputs(inputs)
             if context.has_dense:
                 others["context_inputs"][model.predictor.inputs.dense_name] = context.numbers(inputs)
-        message = encode_predict_request(dense, features, model.name, model.version, inputs=table.inputs(), **others)
+        message = encode_predict_request(
+            dense, features, model.name, model.version, inputs=table.inputs(inputs), **others
+        )
         return ConvertedRequest(message, in_rows)
     return ConvertedRequest(encode_lookup_request(features, model.name, model.version), in_rows)
 
@@ -119,13 +121,17 @@ class _Table:
         """Whether the request has dense numbers."""
         return bool(self._dense)
 
-    def inputs(self) -> dict[str, InputArrays]:
+    def inputs(self, inputs: ModelInputs) -> dict[str, InputArrays]:
         """The named inputs of the request; raises InputError."""
-        return {name: self._named(name, list(cells)) for name, cells in self._others.items()}
+        jagged = {info.name for info in inputs.named if info.kind == "jagged"}
+        return {name: self._named(name, list(cells), name in jagged) for name, cells in self._others.items()}
 
-    def _named(self, name: str, cells: list[Any]) -> InputArrays:
-        if dict not in set(map(type, cells)):
+    def _named(self, name: str, cells: list[Any], is_jagged: bool) -> InputArrays:
+        if dict not in (kinds := list(map(type, cells))):
             return as_input(name, cells)
+        if not is_jagged:
+            place = self._place(name, kinds.index(dict))
+            raise InputError(f"{place}: got an object, expected a number, or lists of numbers")
         values: list[Any] = []
         weights: list[Any] = []
         for at, cell in enumerate(cells):
@@ -239,13 +245,19 @@ class _Table:
         found = whole_numbers(ids, np.dtype(np.int64))
         if found is not None:
             return found
+        beside = None  # a string, which is wrong beside integers alone
         for name, cells in zip(self._features, self._cells):
             for at, cell in enumerate(cells if name not in in_strings else ()):
                 given = cell["ids"] if type(cell) is dict else cell
                 for one in given if type(given) is list else [given]:
-                    if type(one) is not int or not -(2**63) <= one < 2**63:
-                        raise self._no_id(name, at, one, name in takes_strings)
-        raise AssertionError("ids that are none, and none that is wrong")
+                    if type(one) is int and -(2**63) <= one < 2**63:
+                        continue
+                    wrong = self._no_id(name, at, one, name in takes_strings)
+                    if type(one) is not str or name not in takes_strings:
+                        raise wrong
+                    beside = beside or wrong
+        assert beside is not None, "ids that are none, and none that is wrong"
+        raise beside
 
     def numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
         """The dense numbers ``[B, num_dense]``."""
