@@ -509,6 +509,9 @@ for _schema, _shape_of in _OPERATORS.items():
     if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
         _LIBRARY.define(_schema)
         torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
+for _lookup in (torch.ops.recinfer.pooled, torch.ops.recinfer.rows):
+    # A lookup stays where forward leaves its vectors unused: requests hold the ids from which forward computes those of the table.
+    torch.fx.node.has_side_effect(_lookup.default)
 
 
 @dataclass(frozen=True)
