@@ -188,6 +188,8 @@ def saved(program: ExportedProgram) -> bytes:
     """``program`` as a file of ``torch.export.save``, without example inputs, source locations and guards."""
     program._example_inputs = None
     program._guards_code = []
+    # Torch's run over all operators of the loaded program raises for the sizes of a product, as 3*s0.
+    program._range_constraints = {s: sizes for s, sizes in program.range_constraints.items() if str(s).isidentifier()}
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
@@ -548,6 +550,9 @@ for _schema, _shape_of in _OPERATORS.items():
     if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
         _LIBRARY.define(_schema)
         torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
+for _lookup in (torch.ops.recinfer.pooled, torch.ops.recinfer.rows):
+    # A lookup stays where forward leaves its vectors unused: requests hold the ids from which forward computes those of the table.
+    torch.fx.node.has_side_effect(_lookup.default)
 
 
 @dataclass(frozen=True)
@@ -1040,6 +1045,20 @@ def _cdist(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(x1, x2, p=p, compute_mode=compute_mode)
 
     return cdist
+
+
+def _take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``take_along_dim`` that does not fix the number of samples, where only ``dim`` may differ."""
+
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+        if dim is None or input.dim() != indices.dim():
+            return original(input, indices, dim)
+        sizes = [[str(size) for size in tensor.shape] for tensor in (input, indices)]
+        for each in sizes:
+            each[dim] = ""
+        return input.gather(dim, indices) if sizes[0] == sizes[1] else original(input, indices, dim)
+
+    return take_along_dim
 
 
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -2136,6 +2155,8 @@ def _patched() -> Iterator[None]:
             put(regroup.KTRegroupAsDict, "forward", forward)
         for owner in (torch, torch.functional):
             put(owner, "cdist", _cdist(owner.cdist))
+        for owner in (torch, Tensor):
+            put(owner, "take_along_dim", _take_along_dim(owner.take_along_dim))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
