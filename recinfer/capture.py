@@ -57,6 +57,7 @@ __all__ = [
     "torch_defaults",
     "trace",
     "unwrapped",
+    "with_tables",
 ]
 
 CAPTURE_VERSION = 1
@@ -187,6 +188,8 @@ def saved(program: ExportedProgram) -> bytes:
     """``program`` as a file of ``torch.export.save``, without example inputs, source locations and guards."""
     program._example_inputs = None
     program._guards_code = []
+    # Torch's run over all operators of the loaded program raises for the sizes of a product, as 3*s0.
+    program._range_constraints = {s: sizes for s, sizes in program.range_constraints.items() if str(s).isidentifier()}
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
@@ -252,7 +255,8 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
     """Trace ``model`` as it is in memory, in eval mode; the model is not changed.
 
     Args:
-        model: its embedding modules are TorchRec's or recinfer's collections.
+        model: its embedding modules are TorchRec's or recinfer's collections; of a model without any, its torch.nn.Embedding and
+            EmbeddingBag.
         batches: one or two example batches, each a tuple of forward's arguments, or ``(args, kwargs)``. A second batch of
             another size tells which axes are free.
 
@@ -347,32 +351,37 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     return found if plain is None else {model: plain}
 
 
-_PLAIN_ROWS = 1000
-
-
 def plain_tables(model: nn.Module) -> EmbeddingModule | None:
-    """The torch.nn.Embedding and EmbeddingBag of ``model`` that are tables of an archive, as one module; None without any.
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` as the tables of one module; None without any.
 
-    These have at least 1,000 rows. Smaller ones, as of positions, stay in the dense part, unless no one is larger.
+    A trace leaves the tables out that forward does not read by numbers of its inputs, as those of positions.
     """
-    every = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is None
-    }
-    chosen = {path: module for path, module in every.items() if module.num_embeddings >= _PLAIN_ROWS} or every
-    if not chosen:
-        return None
-    last = [path.rpartition(".")[2] for path in chosen]
+    every: dict[str, Any] = {path: module for path, module in model.named_modules() if _is_plain_table(module)}
+    last = [path.rpartition(".")[2] for path in every]
     plain, tables = {}, []
-    for (path, module), short in zip(chosen.items(), last):
-        name = short if last.count(short) == 1 and not short.isdigit() else path.replace(".", "_")
-        kind = str(module.weight.dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
-        plain[name or "table"] = path
-        rows, dim = int(module.num_embeddings), int(module.embedding_dim)
-        tables.append(Table(name or "table", rows, dim, "none", kind, (name or "table",)))
-    names = tuple(plain)
-    return EmbeddingModule("", False, False, names, names, tuple(t.dim for t in tables), tuple(tables), plain=plain)
+    for (path, module), short in zip(every.items(), last):
+        unique = last.count(short) == 1 and not short.isdigit()
+        name = (short if unique else path.replace(".", "_")) or "table"
+        while name in plain:
+            name += "_"
+        plain[name] = path
+        kind = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(module.weight.dtype, "FP32")
+        tables.append(Table(name, int(module.num_embeddings), int(module.embedding_dim), "none", kind, (name,)))
+    return with_tables(EmbeddingModule("", False, False, (), (), (), plain=plain), tables) if tables else None
+
+
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether forward of ``module`` is that of torch.nn.Embedding or EmbeddingBag, and gives rows as they are stored."""
+    own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return own and not hooked and "weight" in module._parameters and getattr(module, "max_norm", None) is None
+
+
+def with_tables(about: EmbeddingModule, tables: Sequence[Table]) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with ``tables``."""
+    names, dims = tuple(table.name for table in tables), tuple(table.dim for table in tables)
+    plain = {name: about.plain[name] for name in names}
+    return replace(about, features=names, outputs=names, dims=dims, tables=tuple(tables), plain=plain)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -541,6 +550,9 @@ for _schema, _shape_of in _OPERATORS.items():
     if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
         _LIBRARY.define(_schema)
         torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
+for _lookup in (torch.ops.recinfer.pooled, torch.ops.recinfer.rows):
+    # A lookup stays where forward leaves its vectors unused: requests hold the ids from which forward computes those of the table.
+    torch.fx.node.has_side_effect(_lookup.default)
 
 
 @dataclass(frozen=True)
@@ -627,13 +639,13 @@ class _PlainLookup(Stub):
 
     def __init__(self, index: int, output: int, table: Table, module: nn.Module, run: _Run) -> None:
         super().__init__(module)
-        self.__dict__.update(_index=index, _output=output, _table=table, _run=run)
+        self.__dict__.update(_index=index, _output=output, _table=table, _run=run, _dtype=module.weight.dtype)
 
     @property
     def weight(self) -> Tensor:
         """All rows, [rows, dim]."""
         self._run.called.add(self._index)
-        rows = _TableRows(self._index, self._output, self._table).weight
+        rows = _TableRows(self._index, self._output, self._table).weight.to(self._dtype)
         return _with_note(rows, "lookup", self.rows)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -651,7 +663,8 @@ class _PlainLookup(Stub):
         else:  # ids of no sample, as of positions
             lengths = (torch.arange(samples) == 0) * values.shape[0]
         _with_note(ids, "bag", (values, lengths))
-        return torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim).reshape(*ids.shape, dim)
+        rows = torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim)
+        return rows.reshape(*ids.shape, dim).to(self._dtype)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         mode: str | None = getattr(self, "mode", None)
@@ -1032,6 +1045,20 @@ def _cdist(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(x1, x2, p=p, compute_mode=compute_mode)
 
     return cdist
+
+
+def _take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``take_along_dim`` that does not fix the number of samples, where only ``dim`` may differ."""
+
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+        if dim is None or input.dim() != indices.dim():
+            return original(input, indices, dim)
+        sizes = [[str(size) for size in tensor.shape] for tensor in (input, indices)]
+        for each in sizes:
+            each[dim] = ""
+        return input.gather(dim, indices) if sizes[0] == sizes[1] else original(input, indices, dim)
+
+    return take_along_dim
 
 
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -1560,7 +1587,9 @@ def trace(
         try:
             known = len(ids)
             captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
-            if len(ids) > known:
+            read_ones = [_with_read_tables(about, captured.program) for about in abouts]
+            if len(ids) > known or read_ones != list(abouts):
+                abouts = read_ones
                 read = [_read_batch(model, batch, ids) for batch in batches]
                 _sample([reader.found for reader, _ in read])
                 counts = _counts_of_matrices([reader.found for reader, _ in read], ids)
@@ -1584,6 +1613,36 @@ def trace(
                 if not same:
                     raise CaptureError(str(error)) from error
                 alike |= same
+
+
+def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with the tables of which forward reads rows by numbers of its inputs.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not about.plain:
+        return about
+    depends = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    read = set()
+    for node in program.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.SymInt) and not depends.isdisjoint(_numbers_of(node)):
+            depends.add(node)
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in depends:
+            read.add(node.args[1])
+    if not read:
+        raise CaptureError(
+            "forward reads no row of a torch.nn.Embedding by ids of its inputs, and an archive needs a table"
+        )
+    return with_tables(about, [table for index, table in enumerate(about.tables) if index in read])
+
+
+def _numbers_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The inputs of a node of which it reads numbers; functions such as ``zeros_like`` and ``expand_as`` read a size."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if name.endswith("_as") else node.all_input_nodes
 
 
 def _by_lengths_of_others(
@@ -1708,6 +1767,7 @@ def _traced(
     slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    _split_joined_lengths(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
     program.graph_module.graph.eliminate_dead_code()
     _state_sizes(program)
@@ -1722,6 +1782,36 @@ def _traced(
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )
+
+
+def _split_joined_lengths(program: ExportedProgram) -> None:
+    """Replace a row of ``cat(parts).view(len(parts), -1)`` by its part, where all parts have as many numbers.
+
+    The lengths of a KeyedJaggedTensor that forward makes of several are joined and cut so; else each row, as the number of
+    candidates, would seem to depend on the lengths of all features.
+    """
+    aten = torch.ops.aten
+    for node in program.graph.find_nodes(op="call_function", target=aten.select.int):
+        given: tuple[Any, ...] = node.args
+        rows, axis, index = given
+        if axis != 0 or rows.target not in (aten.view.default, aten.reshape.default):
+            continue
+        parts = _joined(rows.args[0])
+        shapes = {str(part.meta["val"].shape) for part in parts}
+        kinds = {part.meta["val"].dtype for part in parts}
+        if (
+            len(parts) == rows.meta["val"].shape[0]
+            and len(shapes) == len(kinds) == 1
+            and parts[0].meta["val"].dim() == 1
+        ):
+            node.replace_all_uses_with(parts[index])
+
+
+def _joined(node: Any) -> list[torch.fx.Node]:
+    """The tensors that ``node`` joins along its first axis, those of joined ones in their place."""
+    if node.target is not torch.ops.aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
+        return [node]
+    return [part for each in node.args[0] for part in _joined(each)]
 
 
 def _state_sizes(program: ExportedProgram) -> None:
@@ -2065,6 +2155,8 @@ def _patched() -> Iterator[None]:
             put(regroup.KTRegroupAsDict, "forward", forward)
         for owner in (torch, torch.functional):
             put(owner, "cdist", _cdist(owner.cdist))
+        for owner in (torch, Tensor):
+            put(owner, "take_along_dim", _take_along_dim(owner.take_along_dim))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history

@@ -61,6 +61,11 @@ class Cut:
     samples: Samples
 
     @property
+    def tables(self) -> set[tuple[str, str]]:
+        """(module path, table) of the tables that lookups read."""
+        return {(lookup.leaf.path, config.name) for lookup in self.lookups for config in lookup.leaf.configs}
+
+    @property
     def dense(self) -> Part:
         """The dense part."""
         return self.parts["model"]
@@ -111,6 +116,7 @@ def cut_model(
 
 def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str] = ()) -> Cut:
     """Split a trace of the model of ``leaves``, and describe what requests bring; see :func:`cut_model`."""
+    leaves = [leaf.with_tables(about.plain) if about.plain else leaf for leaf, about in zip(leaves, captured.modules)]
     parts = split(captured, leaves)
     used = _used_slots(captured, parts)
     infos = tuple(_infos(used, _weighted(parts)))

@@ -127,7 +127,9 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
         if not 0 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ArchiveError(f"{path.name}: a header of {length} bytes in a file of {size}; it is cut", rule="X1")
+            raise ArchiveError(
+                f"{path.name}: a header of {length} bytes in a file of {size}; it is cut, or no delta", rule="X1"
+            )
         header = loads(file.read(length), f"{path.name} (header)")
         # The mapping is copy-on-write, so that its arrays count as writable; recinfer never writes to them.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

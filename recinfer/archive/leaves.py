@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from recinfer.capture import EmbeddingModule, described, plain_tables
+from recinfer.capture import EmbeddingModule, described, plain_tables, with_tables
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.plain_tables import is_plain
 
 __all__ = ["Leaf", "find_leaves"]
 
@@ -32,6 +33,12 @@ class Leaf:
     module: nn.Module
     configs: tuple[BaseEmbeddingConfig, ...]
     about: EmbeddingModule
+
+    def with_tables(self, names: Container[str]) -> Leaf:
+        """A model without collections with these of its tables."""
+        kept = [config for config in self.configs if config.name in names]
+        about = with_tables(self.about, [table for table in self.about.tables if table.name in names])
+        return replace(self, configs=tuple(kept), about=about)
 
     def key(self, table: str) -> str:
         """The key of a table's weight in a state dict of the model."""
@@ -70,7 +77,7 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         parent = modules.get(path.rpartition(".")[0]) if path else None
         if parent is not None and _processes_features(parent):
             outer_path, outer = path.rpartition(".")[0], parent
-        about = _plain(module) or described(outer_path, outer, configs, pooled)
+        about = (plain_tables(model) if is_plain(module) else None) or described(outer_path, outer, configs, pooled)
         for _, name, _ in about.positions:
             if not name.startswith("position_weights.") and not name.endswith(".position_weight"):
                 raise ConfigError(
@@ -84,12 +91,6 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
             f"expected a model with tables"
         )
     return leaves
-
-
-def _plain(module: nn.Module) -> EmbeddingModule | None:
-    """A model without collections as a trace describes it; None for a collection."""
-    is_collection = hasattr(module, "embedding_bag_configs") or hasattr(module, "embedding_configs")
-    return None if is_collection else plain_tables(module)
 
 
 def _processes_features(module: nn.Module) -> bool:

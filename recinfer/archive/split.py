@@ -337,10 +337,7 @@ class _FeatureNames:
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
                 where = f" in {leaf.about.path!r}" if leaf.about.path else ""
-                raise ConfigError(
-                    f"forward reads no vector of table {config.name!r}{where}; remove the table, or make it a parameter if forward "
-                    f"reads all of it"
-                )
+                raise ConfigError(f"forward reads no vector of table {config.name!r}{where}; remove the table")
             if not mine:  # forward leaves its vectors unused
                 mine += config.feature_names
         weights = leaf.position_weights

@@ -228,6 +228,8 @@ def _explain(error: Exception) -> str | None:
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         return extra and f"this needs the package {error.name!r}; install it with: pip install 'recinfer[{extra}]'"
     if isinstance(error, OSError) and not isinstance(error, RecinferError):
+        if isinstance(error, FileExistsError) and error.filename:  # from mkdir
+            return f"{error.filename} exists and is not a folder; choose another path"
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())

@@ -71,7 +71,9 @@ def read_context(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"got {type(found).__name__}, expected an object")
         return {name: _weighted(name, value) for name, value in found.items()}
-    except (ValueError, RecursionError) as error:  # also text that is not JSON
+    except json.JSONDecodeError as error:
+        raise InputError(f'--context {path}: no JSON ({error}); expected one row, as in {{"user": 3}}') from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--context {path}: {error}") from None
 
 

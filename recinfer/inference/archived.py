@@ -317,8 +317,8 @@ class Call:
 
 def _matrix(ids: Tensor) -> Parts:
     """The bags of a matrix of ids, of which each sample has as many."""
-    each = ids[:1].numel()
-    return {"values": ids.reshape(-1), "lengths": torch.full((len(ids) if ids.dim() else 1,), each)}
+    ids = ids.reshape(1) if not ids.dim() else ids
+    return {"values": ids.reshape(-1), "lengths": torch.full((len(ids),), ids[:1].numel())}
 
 
 def _bags(features: Mapping[str, Parts]) -> Bags:

@@ -18,7 +18,12 @@ from recinfer.modules.embedding_configs import (
 if TYPE_CHECKING:
     from recinfer.capture import EmbeddingModule
 
-__all__ = ["plain_collection", "table_configs"]
+__all__ = ["is_plain", "plain_collection", "table_configs"]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module of :func:`recinfer.distributed.planner.plan.embedding_tables` is a model without collections."""
+    return not hasattr(module, "embedding_bag_configs") and not hasattr(module, "embedding_configs")
 
 
 def plain_collection(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:

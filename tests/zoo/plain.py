@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.zoo.drawing import Draw
 
 DIM = 4
-ROWS = 1200
+ROWS = 60
 LENGTH = 6
 
 

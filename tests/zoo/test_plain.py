@@ -33,16 +33,24 @@ class Small(nn.Module):
         return self.rest(self, ids) + self.user(ids)
 
 
+class Whole(nn.Module):
+    """A table that is read as a whole alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Embedding(60, 4)
+
+    def forward(self, user: Tensor) -> Tensor:
+        return user @ self.item.weight.T
+
+
 REFUSED = {
     "the ids of 'item' are computed from the vectors of 'user'": lambda m, ids: m.item(m.user(ids).sum(1).abs().long()),
-    "no vector of table 'item'; remove the table, or make it a parameter": lambda m, ids: (
-        m.user(ids) @ m.item.weight.T
-    )[:, :4],
     r"EmbeddingBag 'bag' offsets at test_plain.py:\d+": lambda m, ids: m.bag(ids, torch.arange(len(ids))) + m.item(ids),
 }
 
 
-@pytest.mark.parametrize(("text", "forward"), REFUSED.items(), ids=["stages", "whole", "offsets"])
+@pytest.mark.parametrize(("text", "forward"), REFUSED.items(), ids=["stages", "offsets"])
 def test_a_refusal_names_the_table(text: str, forward: Callable[[Small, Tensor], Tensor], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         recinfer.export(Small(forward), (torch.arange(6),), tmp_path / "plain.rqa", progress=False)
@@ -56,13 +64,33 @@ def test_a_model_needs_tables_and_an_example_batch(tmp_path: Path) -> None:
         recinfer.export(p.NextItem(), None, tmp_path / "plain.rqa", progress=False)
 
 
-def test_few_rows_stay_in_the_dense_part_unless_all_tables_have_few() -> None:
-    found = plain_tables(p.NextItem())
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_an_embedding_that_changes_its_rows_is_no_table() -> None:
+    hooked, rows = nn.Embedding(5, 4), nn.Embedding(5, 4)
+    hooked.register_forward_hook(lambda module, given, found: found * 2)
+    normed = nn.utils.parametrizations.weight_norm(nn.Embedding(5, 4))
+    found = plain_tables(nn.ModuleList([Scaled(5, 4), hooked, normed, nn.Embedding(5, 4, max_norm=1.0), rows]))
     assert found is not None
-    assert found.plain == {"item": "item"}
+    assert list(found.plain.values()) == ["4"]
+
+
+def test_tables_that_no_input_reads_stay_in_the_dense_part(tmp_path: Path) -> None:
     small = plain_tables(nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.ModuleList([nn.Embedding(5, 4)])}))
     assert small is not None
     assert small.plain == {"a": "a", "b_0": "b.0"}
+    model, ids = Small(lambda m, ids: (m.user(ids) @ m.item.weight.T)[:, :4]).eval(), torch.arange(6)
+    served = recinfer.export(model, (ids,), tmp_path / "plain.rqa", precision="fp32", world_size=2, progress=False)
+    assert [table.name for table in served.manifest.tables] == [table.table for table in served.plan.tables] == ["user"]
+    torch.testing.assert_close(served(ids + 3), model(ids + 3))
+    with pytest.raises(ConfigError, match=r"no row of a torch.nn.Embedding by ids of its inputs"):
+        recinfer.export(Whole(), (torch.rand(6, 4),), tmp_path / "none.rqa", progress=False)
+    lacking = recinfer.plan(nn.ModuleDict({"item": nn.Embedding(60, 4)}))
+    with pytest.raises(ConfigError, match="the plan lacks user; plan this model again"):
+        recinfer.export(model, (ids,), tmp_path / "none.rqa", plan=lacking, progress=False)
 
 
 def test_a_captured_program_gets_the_checkpoints_tables(tmp_path: Path) -> None:
@@ -75,8 +103,8 @@ def test_a_captured_program_gets_the_checkpoints_tables(tmp_path: Path) -> None:
     export_archive(captured, checkpoint, plan, tmp_path / "model.rqa", name="fields", version="1", progress=False)
     served = load(tmp_path / "model.rqa")
     torch.testing.assert_close(served(*batch), model(*batch))
-    with pytest.raises(InputError, match=r"feature 'user', sample 2: id 1200 is out of range; .* rows 0 to 1199"):
-        served({**batch[0], "user": torch.tensor([0, 1, 1200, 0, 0, 0])})
+    with pytest.raises(InputError, match=r"feature 'user', sample 2: id 60 is out of range; .* rows 0 to 59"):
+        served({**batch[0], "user": torch.tensor([0, 1, 60, 0, 0, 0])})
     with pytest.raises(InputError, match=r"feature 'user': sample 0 has 2 values; .* exactly 1 of every sample"):
         served({**batch[0], "user": torch.zeros(6, 2, dtype=torch.int64)})
 

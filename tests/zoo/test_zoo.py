@@ -123,12 +123,8 @@ def check_weights(predictor: Predictor) -> None:
 def check_pooled(predictor: Predictor) -> None:
     """Tables of which each sample reads one row are pooled, so that requests are answered from their bytes."""
     assert [module.kind for module in predictor.manifest.modules] == ["pooled"]
-    assert [table.name for table in predictor.manifest.tables] == [
-        "fields_user",
-        "fields_item",
-        "weights_user",
-        "weights_item",
-    ]
+    assert len(predictor.manifest.tables) == 6
+    assert predictor.lookups.byte_tables is not None
 
 
 # fmt: off
@@ -202,14 +198,14 @@ KINDS = [
     ),
     Kind(e.TwoTowers, user=("user", "age")),
     # Tables of torch.nn.Embedding and EmbeddingBag
-    Kind(p.Fields, ("gender", "price"), per_sample={"user": 1, "item": 1}, int8=True, also=check_pooled),
+    Kind(p.Fields, per_sample={"user": 1, "item": 1, "gender": 1}, int8=True, also=check_pooled),
     Kind(
         p.NextItem,
         ("item_seq_len",),
         per_sample={"item_seq": p.LENGTH, "item": 1},
         user=("item_seq", "item_seq_len"),
     ),
-    Kind(p.Columns, ("columns",), computed=("positions", "user", "fields")),
+    Kind(p.Columns, ("columns",), computed=("user", "fields")),
     Kind(p.Bags, per_sample={"ids": p.LENGTH}),
     Kind(p.PaddedToTheLongest, ("hist",), per_sample={"item": 1}, computed=("item'", "item''"), batches=2),
 ]
