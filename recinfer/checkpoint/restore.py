@@ -273,8 +273,9 @@ def _copy_plan(stored: StoredTensor, key: str, value: Any) -> Callable[[], None]
 
 def _counts_of_further_shards(optimizer: KeyedOptimizer, names: Mapping[str, str]) -> list[Callable[[], Any]]:
     """The copies of a table's step counts from its first shard on this rank to its others; see own_names."""
-    states, first, copies = optimizer.state_dict()["state"], {}, []
-    for name, values in states.items():
+    first: dict[str, dict[str, Any]] = {}
+    copies: list[Callable[[], Any]] = []
+    for name, values in optimizer.state_dict()["state"].items():
         source = first.setdefault(names[name], values)
         if source is not values:
             counts = [key for key, value in values.items() if isinstance(value, Tensor) and not value.dim()]

@@ -368,7 +368,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self.post_load_state_dict()
 
     def own_state_names(self) -> set[str]:
-        """Those of the wrapped optimizer."""
+        """The names of the wrapped optimizer."""
         return self._optimizer.own_state_names()
 
     def _optional_state(self, key: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.options import Shard, ShardingOption, partition_by_of
 from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.tables import model_tables
-from recinfer.distributed.planner.model.topology import Perf, Topology, storage_of
+from recinfer.distributed.planner.model.topology import Perf, Topology, is_whole, storage_of
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
@@ -49,7 +48,7 @@ class EmbeddingEnumerator(Enumerator):
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
         use_exact_enumerate_order: bool | None = False,
     ) -> None:
-        if not (isinstance(batch_size, Integral) and batch_size >= 1):
+        if not (is_whole(batch_size) and batch_size >= 1):
             raise ConfigError(f"batch_size {batch_size!r}; expected a whole number of at least 1")
         self._topology = topology
         self._batch_size = batch_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.sharders import codec_bytes
+from recinfer.distributed.planner.model.topology import is_whole
 from recinfer.distributed.types import CacheParams, CommOp, ModuleSharder
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, dtype_to_data_type
@@ -65,7 +66,7 @@ class TableFacts:
                 "min_partition",
                 self._given(self.min_partition),
                 "a whole number of columns, 1 or more",
-                lambda x: isinstance(x, Integral) and x >= 1,
+                lambda x: is_whole(x) and x >= 1,
             ),
             ("load_factor of the cache", self._given(self.cache_ratio), "0 to 1", lambda x: 0 <= x <= 1),
         )
@@ -129,7 +130,7 @@ def table_facts(
         id_row_bytes: bytes per row of what makes rows of raw ids or strings.
     """
     c = limit or ParameterConstraints()
-    if not isinstance(c.output_dtype, DataType | None):
+    if not (c.output_dtype is None or isinstance(c.output_dtype, DataType)):
         raise ConfigError(f"table {name!r}: output_dtype is {c.output_dtype!r}; expected a DataType")
     quantized = any(kernel.startswith("quant") for _, kernel in offers)
     if config is not None:

@@ -29,6 +29,7 @@ __all__ = [
     "Perf",
     "Storage",
     "Topology",
+    "is_whole",
     "storage_of",
     "tier_bytes",
     "topology_of",
@@ -210,16 +211,16 @@ class Topology:
             )
         if compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
-        if not (isinstance(world_size, Integral) and world_size >= 1):
+        if not (is_whole(world_size) and world_size >= 1):
             raise ConfigError(f"world_size {world_size!r}; expected a whole number of at least 1")
-        if not isinstance(local_world_size, Integral | None):
+        if not (local_world_size is None or is_whole(local_world_size)):
             raise ConfigError(f"local_world_size {local_world_size!r}; expected a whole number")
         memories = {"hbm_mem_bw": hbm_mem_bw, "ddr_mem_bw": ddr_mem_bw, "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw}
         for tier in TIERS:
             memories.setdefault(f"{tier.name}_mem_bw", bandwidths[tier.name] or tier.bandwidth)
         links = {"intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw}
         for name, figure in (memories | links).items():
-            if not (isinstance(figure, Real) and figure > 0):
+            if not (_is_number(figure) and figure > 0):
                 raise ConfigError(f"{name} {figure!r}; expected bytes per millisecond above 0")
         local = min(local_world_size or world_size, world_size)
         if local < 1 or world_size % local:
@@ -249,7 +250,7 @@ class Topology:
             caps = [default] * self._world_size
         else:
             each = list(given) if isinstance(given, Sequence) else [given] * self._world_size
-            wrong = [x for x in each if not isinstance(x, Real)]
+            wrong = [x for x in each if not _is_number(x)]
             if wrong:
                 raise ConfigError(f"{name} is {wrong[0]!r}; expected bytes, a whole number")
             caps = [int(x) for x in each]
@@ -386,3 +387,12 @@ def topology_of(profile: HardwareProfile, world_size: int, **sizes: Any) -> Topo
     }
     given = {name: value for name, value in measured.items() if value > 0}
     return Topology(world_size, profile.device, hardware=profile, **(given | sizes))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is a whole number, of Python's or of NumPy's types."""
+    return isinstance(value, Integral)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
