@@ -51,11 +51,13 @@ __all__ = [
     "described",
     "embedding_modules",
     "model_copy",
+    "plain_tables",
     "read_arguments",
     "read_capture",
     "torch_defaults",
     "trace",
     "unwrapped",
+    "with_tables",
 ]
 
 CAPTURE_VERSION = 1
@@ -122,6 +124,8 @@ class EmbeddingModule:
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
         collisions: table -> the settings of its managed collisions; empty where ids are rows.
+        plain: table -> the path of the torch.nn.Embedding or EmbeddingBag that it is, where the "module" is a model without
+            collections; empty for collections.
     """
 
     path: str
@@ -134,6 +138,7 @@ class EmbeddingModule:
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
     collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_weighted(self) -> bool:
@@ -183,6 +188,8 @@ def saved(program: ExportedProgram) -> bytes:
     """``program`` as a file of ``torch.export.save``, without example inputs, source locations and guards."""
     program._example_inputs = None
     program._guards_code = []
+    # Torch's run over all operators of the loaded program raises for the sizes of a product, as 3*s0.
+    program._range_constraints = {s: sizes for s, sizes in program.range_constraints.items() if str(s).isidentifier()}
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
@@ -248,7 +255,8 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
     """Trace ``model`` as it is in memory, in eval mode; the model is not changed.
 
     Args:
-        model: its embedding modules are TorchRec's or recinfer's collections.
+        model: its embedding modules are TorchRec's or recinfer's collections; of a model without any, its torch.nn.Embedding and
+            EmbeddingBag.
         batches: one or two example batches, each a tuple of forward's arguments, or ``(args, kwargs)``. A second batch of
             another size tells which axes are free.
 
@@ -308,7 +316,8 @@ class _CopyingResults(TorchFunctionMode):
 
 
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
-    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
+    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order; without any, the model
+    itself with its :func:`plain_tables`."""
     found: dict[nn.Module, EmbeddingModule] = {}
     collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
@@ -338,7 +347,41 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             stack += reversed(children)
-    return found
+    plain = None if found else plain_tables(model)
+    return found if plain is None else {model: plain}
+
+
+def plain_tables(model: nn.Module) -> EmbeddingModule | None:
+    """The torch.nn.Embedding and EmbeddingBag of ``model`` as the tables of one module; None without any.
+
+    A trace leaves the tables out that forward does not read by numbers of its inputs, as those of positions.
+    """
+    every: dict[str, Any] = {path: module for path, module in model.named_modules() if _is_plain_table(module)}
+    last = [path.rpartition(".")[2] for path in every]
+    plain, tables = {}, []
+    for (path, module), short in zip(every.items(), last):
+        unique = last.count(short) == 1 and not short.isdigit()
+        name = (short if unique else path.replace(".", "_")) or "table"
+        while name in plain:
+            name += "_"
+        plain[name] = path
+        kind = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(module.weight.dtype, "FP32")
+        tables.append(Table(name, int(module.num_embeddings), int(module.embedding_dim), "none", kind, (name,)))
+    return with_tables(EmbeddingModule("", False, False, (), (), (), plain=plain), tables) if tables else None
+
+
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether forward of ``module`` is that of torch.nn.Embedding or EmbeddingBag, and gives rows as they are stored."""
+    own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return own and not hooked and "weight" in module._parameters and getattr(module, "max_norm", None) is None
+
+
+def with_tables(about: EmbeddingModule, tables: Sequence[Table]) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with ``tables``."""
+    names, dims = tuple(table.name for table in tables), tuple(table.dim for table in tables)
+    plain = {name: about.plain[name] for name in names}
+    return replace(about, features=names, outputs=names, dims=dims, tables=tuple(tables), plain=plain)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -507,6 +550,9 @@ for _schema, _shape_of in _OPERATORS.items():
     if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
         _LIBRARY.define(_schema)
         torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
+for _lookup in (torch.ops.recinfer.pooled, torch.ops.recinfer.rows):
+    # A lookup stays where forward leaves its vectors unused: requests hold the ids from which forward computes those of the table.
+    torch.fx.node.has_side_effect(_lookup.default)
 
 
 @dataclass(frozen=True)
@@ -567,6 +613,85 @@ class _Lookup(Stub):
         return found
 
 
+@dataclass
+class _Run:
+    """The findings of a trace. torch.export puts the lists of modules back after it, not other objects.
+
+    Attributes:
+        ids: paths of the tensors that are ids of tables.
+        called: indices of the modules that forward has called.
+        samples: the number of samples of the trace that runs.
+    """
+
+    ids: set[str]
+    called: set[int] = field(default_factory=set)
+    samples: Any = None
+
+
+class _PlainLookup(Stub):
+    """A torch.nn.Embedding or EmbeddingBag whose rows one operator gives.
+
+    Args:
+        index: the index of the model among the embedding modules.
+        output: the table's place in it.
+        run: the trace.
+    """
+
+    def __init__(self, index: int, output: int, table: Table, module: nn.Module, run: _Run) -> None:
+        super().__init__(module)
+        self.__dict__.update(_index=index, _output=output, _table=table, _run=run, _dtype=module.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, [rows, dim]."""
+        self._run.called.add(self._index)
+        rows = _TableRows(self._index, self._output, self._table).weight.to(self._dtype)
+        return _with_note(rows, "lookup", self.rows)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of ids [...], [..., dim]."""
+        samples, dim = self._run.samples, self._table.dim
+        self._run.called.add(self._index)
+        path, bag = _note(ids, "path"), _note(ids, "bag")
+        if path is not None:
+            self._run.ids.add(path)
+        values = ids.reshape(-1).long()
+        if bag is not None:  # forward passes these ids on
+            values, lengths = bag
+        elif _always(ids.shape[:1] == (samples,)) or _always(values.shape[0] % samples == 0):
+            lengths = values.new_ones(samples) * (values.shape[0] // samples)
+        else:  # ids of no sample, as of positions
+            lengths = (torch.arange(samples) == 0) * values.shape[0]
+        _with_note(ids, "bag", (values, lengths))
+        rows = torch.ops.recinfer.rows(self._index, self._output, values, lengths, dim)
+        return rows.reshape(*ids.shape, dim).to(self._dtype)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        mode: str | None = getattr(self, "mode", None)
+        if mode is None:
+            return self.rows(ids)
+        if ids.dim() != 2:
+            raise CaptureError(
+                f"forward gives the EmbeddingBag {self._table.name!r} offsets{_here()}; give it ids [samples, ids], padded with its "
+                f"padding_idx, or use an EmbeddingBagCollection"
+            )
+        vectors, padding = self.rows(ids), self.padding_idx
+        if per_sample_weights is not None:
+            vectors = vectors * per_sample_weights.unsqueeze(2)
+        kept = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
+        count = kept.sum(1, keepdim=True)
+        if mode == "max":
+            most = vectors.masked_fill(~kept.unsqueeze(2), float("-inf")).amax(1)
+            return torch.where(count > 0, most, 0.0)
+        total = (vectors * kept.unsqueeze(2)).sum(1)
+        return total / count.clamp(min=1) if mode == "mean" else total
+
+
+def _always(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all that the trace stands for."""
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+
+
 # ------------------------------------------------------------------------------------------------- jagged inputs
 
 Bag = tuple[Tensor, Tensor, Tensor | None]
@@ -605,12 +730,22 @@ class _TracedKjt:
     def keys(self) -> list[str]:
         return list(self._bags)
 
+    def _current(self) -> dict[str, Bag]:
+        """The tensors of each key; forward may have changed the joined ones in place."""
+        for index, joined in self.__dict__.get("_cache", {}).items():
+            if len(self._bags) > 1 and _note(joined, "bags") is None:
+                parts = joined.split([bag[index].shape[0] for bag in self._bags.values()])  # type: ignore[union-attr]
+                for (key, bag), part in zip(list(self._bags.items()), parts):
+                    self._bags[key] = (*bag[:index], part, *bag[index + 1 :])  # type: ignore[assignment]
+                _with_note(joined, "bags", list(self._bags.values()))
+        return self._bags
+
     def _joined(self, index: int) -> Tensor:
         cache = self.__dict__.setdefault("_cache", {})
         if index not in cache:
             parts = [bag[index] for bag in self._bags.values()]
-            cache[index] = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
-            cache[index]._recinfer_bags = list(self._bags.values())
+            joined: Any = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
+            cache[index] = _with_note(joined, "bags", list(self._bags.values()))
         return cache[index]  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
@@ -667,13 +802,14 @@ class _TracedKjt:
     def __getitem__(self, key: str) -> Any:
         if key not in self._bags:
             raise CaptureError(f"forward reads feature {key!r}; the example batch has {self.keys()}")
-        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._bags[key])
+        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._current()[key])
 
     def to_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {key: self[key] for key in self._bags}
 
     def _some(self, keys: Sequence[str]) -> Any:
-        return _traced_kjt(self._base, {key: self._bags[key] for key in keys})
+        bags = self._current()
+        return _traced_kjt(self._base, {key: bags[key] for key in keys})
 
     def split(self, segments: Sequence[int]) -> list[Any]:
         keys, parts, start = self.keys(), [], 0
@@ -711,7 +847,7 @@ _CLASSES: dict[type, Any] = {}
 def _parts_of(kjt: Any) -> dict[str, Bag]:
     """The tensors of each key of a KeyedJaggedTensor that forward made or passes on."""
     if isinstance(kjt, _TracedKjt):
-        return kjt._bags
+        return kjt._current()
     keys, values, lengths, weights = list(kjt.keys()), kjt.values(), kjt.lengths(), kjt.weights_or_none()
     if not keys:
         return {}
@@ -738,7 +874,7 @@ def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequ
         sizes = torch.stack([count.sum() for count in counts]).tolist()
         for size in sizes:
             torch._check(size >= 0)
-    fill = getattr(lengths, "_recinfer_fill", None)
+    fill = _note(lengths, "fill")
     if fill is not None:
         for size, count in zip(sizes, counts):
             torch._check(size == fill * count.shape[0])
@@ -747,8 +883,21 @@ def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequ
 
 def _noted(tensor: Tensor, note: str, keys: Sequence[str]) -> list[Any] | None:
     """A note of :class:`_Notes` or :meth:`_TracedKjt._joined` that has one entry a key; None without one."""
-    found = getattr(tensor, f"_recinfer_{note}", None)
+    found = _note(tensor, note)
     return None if found is None or len(found) != len(keys) else list(found)
+
+
+def _with_note(tensor: Tensor, name: str, value: Any) -> Any:
+    """``tensor`` with a note."""
+    notes: dict[str, Any] = tensor.__dict__.setdefault("_recinfer_notes", {})
+    notes[name] = value, tensor._version
+    return tensor
+
+
+def _note(tensor: Tensor, name: str) -> Any:
+    """A note of ``tensor``; None without one, and, but for sizes, once the tensor has been changed in place."""
+    value, version = getattr(tensor, "_recinfer_notes", {}).get(name, (None, None))
+    return value if version == tensor._version or name == "sizes" else None
 
 
 class _Notes(TorchFunctionMode):
@@ -770,22 +919,25 @@ class _Notes(TorchFunctionMode):
                 f"forward packs a padded sequence{_here()}, whose sizes depend on numbers; run the layer on the padded "
                 f"sequence and take the state of each sample's last place (gather)"
             )
+        lookup, ids = _row_read(function, args)
+        if lookup is not None:
+            return lookup(ids)
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
         if function in (torch.cat, torch.concat, torch.hstack):
             parts = args[0] if args else kwargs.get("tensors", ())
             if all(part.dim() == 1 for part in parts):
-                result._recinfer_sizes = [part.shape[0] for part in parts]  # type: ignore[attr-defined]
-            fills = {getattr(part, "_recinfer_fill", None) for part in parts}
+                _with_note(result, "sizes", [part.shape[0] for part in parts])
+            fills = {_note(part, "fill") for part in parts}
             if len(fills) == 1:
-                result._recinfer_fill = fills.pop()  # type: ignore[attr-defined]
+                _with_note(result, "fill", fills.pop())
             return result
         if function in _FILLS:
-            result._recinfer_fill = 1  # type: ignore[attr-defined]
+            _with_note(result, "fill", 1)
         elif function is torch.full:
             fill = args[1] if len(args) > 1 else kwargs.get("fill_value")
-            result._recinfer_fill = fill if isinstance(fill, int) else None  # type: ignore[attr-defined]
+            _with_note(result, "fill", fill if isinstance(fill, int) else None)
         elif args and isinstance(args[0], Tensor):
             self._keep(function, args[0], result)
         return result
@@ -794,13 +946,29 @@ class _Notes(TorchFunctionMode):
     def _keep(function: Any, given: Tensor, result: Tensor) -> None:
         """Notes that hold for the result of a function of ``given`` too."""
         name = getattr(function, "__name__", "")
-        sizes: Any = getattr(given, "_recinfer_sizes", None)
+        sizes = _note(given, "sizes")
         same = result.dim() == given.dim() == 1 and str(result.shape[0]) == str(given.shape[0])
         if sizes is not None and same and name not in _REORDERS:
-            result._recinfer_sizes = sizes  # type: ignore[attr-defined]
-        fill: Any = getattr(given, "_recinfer_fill", None)
+            _with_note(result, "sizes", sizes)
+        fill = _note(given, "fill")
         if fill is not None and name in _SAME_NUMBERS:
-            result._recinfer_fill = fill  # type: ignore[attr-defined]
+            _with_note(result, "fill", fill)
+        wide = result.dtype == given.dtype or (result.dtype in (torch.int64, torch.int32) and name != "view")
+        if name in _SAME_IDS and wide:
+            for note in ("path", "bag"):
+                if _note(given, note) is not None:
+                    _with_note(result, note, _note(given, note))
+
+
+def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
+    """The lookup and the ids of a function that reads rows out of the weight of a :class:`_PlainLookup`; None for others."""
+    if function is nn.functional.embedding:
+        ids, rows = args[:2]
+    elif function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
+        rows, ids = args
+    else:
+        return None, None
+    return _note(rows, "lookup"), ids
 
 
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
@@ -816,6 +984,7 @@ _RESHAPES = {
     "repeat_interleave",
     "__getitem__",
 }
+_SAME_IDS = {"to", "long", "cpu", "clone", "contiguous", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
 _SAME_NUMBERS = {"to", "int", "long", "type", "cpu", "clone", "contiguous", "detach", *_RESHAPES}
 
 
@@ -823,7 +992,7 @@ def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
     """``KeyedJaggedTensor.concat`` that keeps the sizes of each key."""
 
     def concat(kjt_list: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(kjt, _TracedKjt) for kjt in kjt_list):
+        if not any(isinstance(kjt, _TracedKjt) or isinstance(kjt.lengths().shape[0], torch.SymInt) for kjt in kjt_list):
             return original(kjt_list, *args, **kwargs)
         return _traced_kjt(base, {key: bag for kjt in kjt_list for key, bag in _parts_of(kjt).items()})
 
@@ -876,6 +1045,20 @@ def _cdist(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(x1, x2, p=p, compute_mode=compute_mode)
 
     return cdist
+
+
+def _take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``take_along_dim`` that does not fix the number of samples, where only ``dim`` may differ."""
+
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+        if dim is None or input.dim() != indices.dim():
+            return original(input, indices, dim)
+        sizes = [[str(size) for size in tensor.shape] for tensor in (input, indices)]
+        for each in sizes:
+            each[dim] = ""
+        return input.gather(dim, indices) if sizes[0] == sizes[1] else original(input, indices, dim)
+
+    return take_along_dim
 
 
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -933,16 +1116,19 @@ class _Reader:
     """Takes the tensors out of an example batch, and builds the batch again around others; see :func:`read_arguments` for
     ``takes``."""
 
-    def __init__(self, takes: Callable[[Any, str], bool] = lambda value, path: False) -> None:
+    def __init__(
+        self, takes: Callable[[Any, str], bool] = lambda value, path: False, ids: AbstractSet[str] = frozenset()
+    ) -> None:
         self.found: list[_Example] = []
         self._takes = takes
+        self._ids = ids  # paths of matrices of ids
 
     def read(self, value: Any, path: str, name: str, depth: int = 0) -> Builder:
         """Collect the tensors of ``value``."""
         if depth > _DEPTH:
             raise CaptureError(f"the example batch is nested deeper than {_DEPTH} levels at {path}")
         if isinstance(value, Tensor):
-            return self._tensor(value, path, name, "tensor")
+            return self._matrix(value, path, name) if path in self._ids else self._tensor(value, path, name, "tensor")
         kinds = _mro(value)
         if "KeyedJaggedTensor" in kinds:
             return (lambda _: value) if self._takes(value, path) else self._keyed_jagged(value, path, name)
@@ -987,6 +1173,17 @@ class _Reader:
         n = self._tensor(lengths.long(), path, name, "lengths")
         w = None if weights is None else self._tensor(weights, path, name, "weights")
         return lambda tensors: (v(tensors), n(tensors), None if w is None else w(tensors))
+
+    def _matrix(self, value: Tensor, path: str, name: str) -> Builder:
+        """A matrix of ids, of which each sample has as many, as a jagged input."""
+        bag = self._bag(value.reshape(-1), torch.full((len(value),), value[0].numel()), None, path, name)
+
+        def build(tensors: Sequence[Tensor]) -> Tensor:
+            ids, lengths, _ = bag(tensors)
+            matrix = ids.reshape(lengths.shape[0], *value.shape[1:]).to(value.dtype)
+            return _with_note(matrix, "bag", (ids, lengths))  # type: ignore[no-any-return]
+
+        return build
 
     def _keyed_jagged(self, value: Any, path: str, name: str) -> Builder:
         base = _kjt_base(value)
@@ -1086,11 +1283,13 @@ def read_arguments(
         )
 
 
-def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
+def _read_batch(
+    model: nn.Module, batch: Any, ids: AbstractSet[str] = frozenset()
+) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
     args, kwargs = _arguments(model, batch)
     names = _positional(model)
     names += [f"args[{i}]" for i in range(len(names), len(args))]
-    reader = _Reader()
+    reader = _Reader(ids=ids)
     positional = [reader.read(value, name, name) for name, value in zip(names, args)]
     keyword = {name: reader.read(value, name, name) for name, value in kwargs.items()}
     _shorten(reader.found)
@@ -1277,15 +1476,22 @@ class _Whole(nn.Module):
         examples: Sequence[_Example],
         counts: Mapping[int, int],
         alike: Mapping[int, int],
+        begin: Callable[[Any], None],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
+        self._numbers = {  # tensors that may be ids
+            index: example.path
+            for index, example in enumerate(examples)
+            if example.batched and example.free == (0,) and example.tensor.dtype in (torch.int64, torch.int32)
+        }
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}
         self.__dict__["_build"] = build
-        self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
+        self.__dict__["_begin"] = begin  # functions, since torch.export runs a deep copy of the module
+        self.__dict__["_keep"] = keep
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # All inputs have one number of samples, also where forward only slices one by the size of another (labels).
@@ -1298,6 +1504,9 @@ class _Whole(nn.Module):
         for index, other in self._alike.items():
             if tensors[index].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of values")
+        self.__dict__["_begin"](tensors[self._batched[0]].shape[0])
+        for index, path in self._numbers.items():
+            _with_note(tensors[index], "path", path)
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1315,6 +1524,10 @@ def _as_float32(output: Tensor) -> Tensor:
     if output.dtype not in (torch.int64, torch.int32):
         return number
     return torch.where((output >= -_EXACT) & (output <= _EXACT), number, float("nan"))
+
+
+# How an output of one row for each id becomes one of one row for each sample.
+_PADDED = " (.to_padded_dense(most) of a JaggedTensor of vectors is [samples, most, dim])"
 
 
 def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
@@ -1342,7 +1555,7 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     kind = "KeyedJaggedTensor" if "KeyedJaggedTensor" in kinds else type(value).__name__
     raise CaptureError(
         f"forward returns a {kind}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
-        f"KeyedTensor of them"
+        f"KeyedTensor of them{_PADDED if 'JaggedTensor' in kinds else ''}"
     )
 
 
@@ -1369,9 +1582,19 @@ def trace(
     _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
     alike: dict[int, int] = {}
+    ids: set[str] = set()  # tensors that the trace finds to be ids of tables, so that it reads them as jagged inputs
     while True:
         try:
-            captured = _traced(model, modules, abouts, read[0], prepare, counts, alike)
+            known = len(ids)
+            captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
+            read_ones = [_with_read_tables(about, captured.program) for about in abouts]
+            if len(ids) > known or read_ones != list(abouts):
+                abouts = read_ones
+                read = [_read_batch(model, batch, ids) for batch in batches]
+                _sample([reader.found for reader, _ in read])
+                counts = _counts_of_matrices([reader.found for reader, _ in read], ids)
+                alike = {}
+                continue
             found = _by_lengths_of_others(captured, [reader.found for reader, _ in read], alike)
             if not found:
                 return captured
@@ -1390,6 +1613,36 @@ def trace(
                 if not same:
                     raise CaptureError(str(error)) from error
                 alike |= same
+
+
+def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> EmbeddingModule:
+    """A module of :func:`plain_tables` with the tables of which forward reads rows by numbers of its inputs.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not about.plain:
+        return about
+    depends = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    read = set()
+    for node in program.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.SymInt) and not depends.isdisjoint(_numbers_of(node)):
+            depends.add(node)
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in depends:
+            read.add(node.args[1])
+    if not read:
+        raise CaptureError(
+            "forward reads no row of a torch.nn.Embedding by ids of its inputs, and an archive needs a table"
+        )
+    return with_tables(about, [table for index, table in enumerate(about.tables) if index in read])
+
+
+def _numbers_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The inputs of a node of which it reads numbers; functions such as ``zeros_like`` and ``expand_as`` read a size."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if name.endswith("_as") else node.all_input_nodes
 
 
 def _by_lengths_of_others(
@@ -1452,6 +1705,15 @@ def _needed_by_outputs(program: ExportedProgram) -> set[torch.fx.Node]:
     return needed
 
 
+def _counts_of_matrices(batches: Sequence[Sequence[_Example]], paths: AbstractSet[str]) -> dict[int, int]:
+    """Index of the values of each matrix of ids -> the number in each sample."""
+    return {
+        index: _count_of_each(batches, index)
+        for index, example in enumerate(batches[0])
+        if example.part == "values" and example.path in paths
+    }
+
+
 def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
     """The number of values of each sample of a jagged input; 0 if samples differ."""
     path = batches[0][index].path
@@ -1467,18 +1729,26 @@ def _traced(
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
     alike: Mapping[int, int],
+    ids: set[str],
 ) -> Captured:
     """Trace ``model`` with ``counts`` values of each sample, index of a jagged input's values -> their number, and as many
     values as another input has, ``alike``: index -> the other's.
     """
     examples, build = batch[0].found, batch[1]
-    called: set[int] = set()
-    stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
+    run = _Run(ids)
+    stubs: dict[int, Any] = {}
+    for i, (module, about) in enumerate(zip(modules, abouts)):
+        for output, table in enumerate(about.tables if about.plain else ()):
+            inner = module.get_submodule(about.plain[table.name])
+            stubs[id(inner)] = _PlainLookup(i, output, table, inner, run)
+        if not about.plain:
+            stubs[id(module)] = _Lookup(i, about, module, run.called)
     stubs |= collision_stubs(model, stubs)
     body = model_copy(model, stubs)
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, examples, counts, alike, lambda *result: results.append(result)).eval()
+    begin = lambda samples: setattr(run, "samples", samples)  # noqa: E731
+    whole = _Whole(body, build, examples, counts, alike, begin, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with torch_defaults(), _patched(), torch.no_grad(), notes:
@@ -1497,6 +1767,7 @@ def _traced(
     slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    _split_joined_lengths(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
     program.graph_module.graph.eliminate_dead_code()
     _state_sizes(program)
@@ -1507,10 +1778,40 @@ def _traced(
         outputs=outputs,
         structure=structure,
         arguments=tuple(_positional(model)),
-        called=tuple(sorted(called)),
+        called=tuple(sorted(run.called)),
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )
+
+
+def _split_joined_lengths(program: ExportedProgram) -> None:
+    """Replace a row of ``cat(parts).view(len(parts), -1)`` by its part, where all parts have as many numbers.
+
+    The lengths of a KeyedJaggedTensor that forward makes of several are joined and cut so; else each row, as the number of
+    candidates, would seem to depend on the lengths of all features.
+    """
+    aten = torch.ops.aten
+    for node in program.graph.find_nodes(op="call_function", target=aten.select.int):
+        given: tuple[Any, ...] = node.args
+        rows, axis, index = given
+        if axis != 0 or rows.target not in (aten.view.default, aten.reshape.default):
+            continue
+        parts = _joined(rows.args[0])
+        shapes = {str(part.meta["val"].shape) for part in parts}
+        kinds = {part.meta["val"].dtype for part in parts}
+        if (
+            len(parts) == rows.meta["val"].shape[0]
+            and len(shapes) == len(kinds) == 1
+            and parts[0].meta["val"].dim() == 1
+        ):
+            node.replace_all_uses_with(parts[index])
+
+
+def _joined(node: Any) -> list[torch.fx.Node]:
+    """The tensors that ``node`` joins along its first axis, those of joined ones in their place."""
+    if node.target is not torch.ops.aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
+        return [node]
+    return [part for each in node.args[0] for part in _joined(each)]
 
 
 def _state_sizes(program: ExportedProgram) -> None:
@@ -1854,6 +2155,8 @@ def _patched() -> Iterator[None]:
             put(regroup.KTRegroupAsDict, "forward", forward)
         for owner in (torch, torch.functional):
             put(owner, "cdist", _cdist(owner.cdist))
+        for owner in (torch, Tensor):
+            put(owner, "take_along_dim", _take_along_dim(owner.take_along_dim))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history

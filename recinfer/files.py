@@ -7,6 +7,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from recinfer.errors import ConfigError
 
 __all__ = [
     "NOT_GZIP",
@@ -24,6 +27,7 @@ __all__ = [
     "packed",
     "put",
     "read_bytes",
+    "refuse_url",
     "sync_folder",
     "without_gz",
     "write_file",
@@ -32,9 +36,22 @@ __all__ = [
 NOT_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 """The errors of reading a ``.gz`` file that is cut off or damaged."""
 
+# A URL that became a Path has one slash after its scheme.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _LIBC = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def refuse_url(path: Path, what: str) -> None:
+    """Raise ConfigError for a URL given as a path, which would name a folder ``s3:`` in the current folder.
+
+    Args:
+        what: the name of the argument, for the message.
+    """
+    if _URL.match(str(path)):
+        raise ConfigError(f"{what}: got the URL {path}, expected a path on this machine")
 
 
 def put(partial: Path, target: Path, *, replace: bool) -> None:

@@ -37,7 +37,7 @@ BASE = {
     "version",
     "vocabulary.table",
 }
-MODEL_CODE = BASE | {"sparse", "modules", "modules.remapping"}
+MODEL_CODE = BASE | {"sparse", "modules", "modules.plain_tables", "modules.remapping"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
 RECT = {"layout.rect"}  # plain numbers, for all code that uses positions in tables
 LAYOUT = RECT | ROW_FORMATS | {"layout"}
@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "excerpts": set(),
     "env": {"errors"},
     "fbgemm": {"errors"},
-    "files": set(),
+    "files": {"errors"},
     "group_device": {"env", "errors"},
     "ignored": set(),
     "lazy": set(),
@@ -80,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "migrate": {"errors", "files"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
+    "modules.plain_tables": BASE | {"sparse", "modules", "capture"},
     "modules.remapping": BASE | {"sparse", "modules", "capture"},
     "data": BASE | {"sparse"},
     "datasets": BASE | {"sparse", "data"},

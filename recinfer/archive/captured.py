@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from recinfer.archive.program import check_program
 from recinfer.capture import Captured, CaptureError, EmbeddingModule, read_capture
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.plain_tables import table_configs
 from recinfer.modules.remapping import add_remapping
 
 __all__ = ["add_at", "collections_of", "load_weights", "read_program"]
@@ -35,8 +37,8 @@ def read_program(path: str | os.PathLike[str]) -> Captured:
         raise ConfigError(str(error)) from None
     if not captured.modules:
         raise ConfigError(
-            f"{path}: the captured model has no EmbeddingBagCollection or EmbeddingCollection, and an archive needs a table; "
-            f"serve a model without tables by ONNX Runtime or TorchServe"
+            f"{path}: the captured model has no embedding collection, torch.nn.Embedding or EmbeddingBag, and an archive needs a "
+            f"table; serve a model without tables by ONNX Runtime or TorchServe"
         )
     return captured
 
@@ -45,11 +47,14 @@ def collections_of(captured: Captured) -> nn.Module:
     """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
     root = nn.Module()
     for about in captured.modules:
-        made = _collection(about)
+        tables = table_configs(about)
+        if about.plain:  # the model itself
+            return _plain_model(about, tables)
+        made = _collection(about, tables)
         if not about.path:
             return made
         parent = add_at(root, about.path, made)
-        add_remapping(parent, about.collisions, _configs(made))
+        add_remapping(parent, about.collisions, tables)
     return root
 
 
@@ -64,25 +69,18 @@ def add_at(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return root
 
 
-def _configs(collection: nn.Module) -> list[Any]:
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    return list(collection.embedding_bag_configs() if pooled else collection.embedding_configs())  # type: ignore[operator]
+def _plain_model(about: EmbeddingModule, tables: Sequence[Any]) -> nn.Module:
+    root = nn.Module()
+    for config in tables:
+        dtype = data_type_to_dtype(config.data_type)
+        table = nn.Embedding(config.num_embeddings, config.embedding_dim, device=_META, dtype=dtype)
+        if not about.plain[config.name]:
+            return table
+        add_at(root, about.plain[config.name], table)
+    return root
 
 
-def _collection(about: EmbeddingModule) -> nn.Module:
-    tables: list[Any] = []
-    for table in about.tables:
-        common: dict[str, Any] = {
-            "num_embeddings": table.rows,
-            "embedding_dim": table.dim,
-            "name": table.name,
-            "feature_names": list(table.features),
-            "data_type": DataType.parse(table.data_type),
-        }
-        if about.pooled:
-            tables.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
-        else:
-            tables.append(EmbeddingConfig(**common))
+def _collection(about: EmbeddingModule, tables: list[Any]) -> nn.Module:
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
     collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)

@@ -61,6 +61,11 @@ class Cut:
     samples: Samples
 
     @property
+    def tables(self) -> set[tuple[str, str]]:
+        """(module path, table) of the tables that lookups read."""
+        return {(lookup.leaf.path, config.name) for lookup in self.lookups for config in lookup.leaf.configs}
+
+    @property
     def dense(self) -> Part:
         """The dense part."""
         return self.parts["model"]
@@ -91,7 +96,7 @@ def cut_model(
     Raises:
         ConfigError: forward cannot be traced or split; the message names the input or the line.
     """
-    if len(leaves) == 1 and leaves[0].module is model:
+    if len(leaves) == 1 and leaves[0].module is model and not leaves[0].about.plain:
         return None
 
     def prepare(body: nn.Module) -> None:
@@ -111,6 +116,7 @@ def cut_model(
 
 def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str] = ()) -> Cut:
     """Split a trace of the model of ``leaves``, and describe what requests bring; see :func:`cut_model`."""
+    leaves = [leaf.with_tables(about.plain) if about.plain else leaf for leaf, about in zip(leaves, captured.modules)]
     parts = split(captured, leaves)
     used = _used_slots(captured, parts)
     infos = tuple(_infos(used, _weighted(parts)))
@@ -230,6 +236,8 @@ def _infos(slots: Sequence[Slot], weighted_ids: Collection[str]) -> list[InputIn
 def _with_plain_dense(parts: Split, infos: Sequence[InputInfo]) -> tuple[Split, int]:
     """The parts and the width of the dense matrix, where that is the only input beside ids; it is ``dense`` then."""
     others = [info for info in infos if info.kind != "ids"]
+    if len(infos) == 1:  # the features of a request tell its number of samples, as those of ``dense`` do not
+        return parts, 0
     if len(others) != 1 or others[0].kind != "tensor" or others[0].dtype != "float32":
         return parts, 0
     if all(about.kind != "tensor" for about in parts.dense.inputs):

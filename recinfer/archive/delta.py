@@ -27,6 +27,7 @@ from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.files import refuse_url
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
 from recinfer.strict_json import MAX_JSON_BYTES, build, loads
@@ -126,7 +127,9 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
         if not 0 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ArchiveError(f"{path.name}: a header of {length} bytes in a file of {size}; it is cut", rule="X1")
+            raise ArchiveError(
+                f"{path.name}: a header of {length} bytes in a file of {size}; it is cut, or no delta", rule="X1"
+            )
         header = loads(file.read(length), f"{path.name} (header)")
         # The mapping is copy-on-write, so that its arrays count as writable; recinfer never writes to them.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -413,9 +416,11 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     error.
 
     Raises:
+        ConfigError: the target is a URL.
         ArchiveError: the target exists and may not be overwritten, or is not a file.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
+    refuse_url(target, "out")
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and not (overwrite and target.is_file()):
         raise exists(target)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from recinfer.capture import EmbeddingModule, described
+from recinfer.capture import EmbeddingModule, described, plain_tables, with_tables
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.plain_tables import is_plain
 
 __all__ = ["Leaf", "find_leaves"]
 
@@ -32,6 +33,18 @@ class Leaf:
     module: nn.Module
     configs: tuple[BaseEmbeddingConfig, ...]
     about: EmbeddingModule
+
+    def with_tables(self, names: Container[str]) -> Leaf:
+        """A model without collections with these of its tables."""
+        kept = [config for config in self.configs if config.name in names]
+        about = with_tables(self.about, [table for table in self.about.tables if table.name in names])
+        return replace(self, configs=tuple(kept), about=about)
+
+    def key(self, table: str) -> str:
+        """The key of a table's weight in a state dict of the model."""
+        middle = "embedding_bags" if self.about.pooled else "embeddings"
+        names = (self.about.plain[table],) if self.about.plain else (self.path, middle, table)
+        return ".".join(part for part in (*names, "weight") if part)
 
     @property
     def position_weights(self) -> dict[str, tuple[str, int]] | None:
@@ -64,7 +77,7 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         parent = modules.get(path.rpartition(".")[0]) if path else None
         if parent is not None and _processes_features(parent):
             outer_path, outer = path.rpartition(".")[0], parent
-        about = described(outer_path, outer, configs, pooled)
+        about = (plain_tables(model) if is_plain(module) else None) or described(outer_path, outer, configs, pooled)
         for _, name, _ in about.positions:
             if not name.startswith("position_weights.") and not name.endswith(".position_weight"):
                 raise ConfigError(
@@ -74,8 +87,8 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         leaves.append(Leaf(path, outer, tuple(configs), about))
     if not leaves:
         raise ConfigError(
-            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; expected a model whose "
-            f"tables are in these modules"
+            f"{type(model).__name__} has no EmbeddingBagCollection, EmbeddingCollection, torch.nn.Embedding or EmbeddingBag; "
+            f"expected a model with tables"
         )
     return leaves
 

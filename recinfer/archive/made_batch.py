@@ -45,6 +45,10 @@ def made_batch(
     Raises:
         ConfigError: forward is not of the plain shape.
     """
+    if any(leaf.about.plain for leaf in leaves):
+        raise ConfigError(
+            f"the model's tables are torch.nn.Embedding or EmbeddingBag, whose ids may be any tensors; {_ADVICE}"
+        )
     left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
     found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Vectors(leaf, found) for leaf in leaves}

@@ -160,7 +160,7 @@ def samples_of(
             if name in given and name not in computed:
                 size = lookup.leaf.configs[table].num_embeddings
                 rows[name] = min(size, rows.get(name, size))
-        for name, (_, positions) in (lookup.leaf.position_weights or {}).items():
+        for name, (_, positions) in (lookup.position_weights or {}).items():
             longest[name] = min(positions, longest.get(name, positions))
     features = tuple(dict.fromkeys([*rows, *given]))
     weighted = any(lookup.leaf.about.weighted for lookup in lookups)

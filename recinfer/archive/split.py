@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from recinfer.archive.operator_forms import replace_operators
 from recinfer.archive.subgraph import Program, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
+from recinfer.modules.plain_tables import table_configs
 
 __all__ = ["Facts", "ModuleLookup", "Split", "split"]
 
@@ -50,15 +51,18 @@ class ModuleLookup:
     Attributes:
         leaf: the module.
         features: per table the features that it looks up, which have the names of a request or of the ids program.
+        position_weights: feature -> (state-dict key, positions), for position-weighted modules.
     """
 
     leaf: Leaf
     features: tuple[tuple[str, ...], ...]
+    position_weights: dict[str, tuple[str, int]] | None
 
     @classmethod
     def of(cls, leaf: Leaf) -> ModuleLookup:
         """The lookups of a module under the features of its tables."""
-        return cls(leaf, tuple(tuple(config.feature_names) for config in leaf.configs))
+        features = tuple(tuple(config.feature_names) for config in leaf.configs)
+        return cls(leaf, features, leaf.position_weights)
 
     @property
     def columns(self) -> list[tuple[int, str]]:
@@ -120,12 +124,22 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     for index, leaf in enumerate(leaves):
         if index not in captured.called:
             raise ConfigError(f"forward never calls the embedding module {leaf.about.path!r}; remove it or use it")
-    names, batch = _FeatureNames(slots, calls, leaves), _batch_symbols(slots)
-    results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
-    outputs = dict(zip(captured.outputs, results, strict=True))
+    batch = _batch_symbols(slots)
+    leaves = [_with_one_id_each(leaf, [c for c in calls if c.module == i], batch) for i, leaf in enumerate(leaves)]
+    names = _FeatureNames(slots, calls, leaves)
     ids = _ids_program(graph_module, slots, names, batch)
-    dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
+    dense = _dense_program(graph_module, slots, calls, names, captured.outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
+
+
+def _with_one_id_each(leaf: Leaf, calls: Sequence[_Call], batch: AbstractSet[str]) -> Leaf:
+    """Tables of torch.nn.Embedding of which each sample reads one row per call: pooled ones, whose requests need no decoding."""
+    about = leaf.about
+    single = all(str(values.meta["val"].shape[0]) in batch for call in calls for values, _, _ in call.bags)
+    if not about.plain or not calls or not single:
+        return leaf
+    about = replace(about, pooled=True, tables=tuple(replace(table, pooling="sum") for table in about.tables))
+    return replace(leaf, about=about, configs=tuple(table_configs(about)))
 
 
 _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
@@ -230,21 +244,28 @@ def _calls(graph: fx.Graph) -> Iterator[_Call]:
 
 def _check_stages(graph: fx.Graph, calls: Sequence[_Call], leaves: Sequence[Leaf]) -> None:
     by_node = {call.node: call for call in calls}
-    source: dict[fx.Node, int] = {}  # the module whose vectors reach a node
+    source: dict[fx.Node, str] = {}  # the embedding module whose vectors reach a node
     for node in graph.nodes:
         before = [source[n] for n in node.all_input_nodes if n in source]
+        call = by_node.get(node)
         if node.target is _TABLE:
-            source[node] = node.args[0]
-        elif node in by_node:
+            source[node] = _title(leaves[node.args[0]], node.args[1])
+        elif call is not None:
+            title = _title(leaves[call.module], call.outputs[0])
             if before:
-                one, two = leaves[before[0]].about.path, leaves[by_node[node].module].about.path
                 raise ConfigError(
-                    f"the ids of {two!r} are computed from the vectors of {one!r}; an archive looks up once, so split the "
+                    f"the ids of {title!r} are computed from the vectors of {before[0]!r}; an archive looks up once, so split the "
                     f"model in two and export each"
                 )
-            source[node] = by_node[node].module
+            source[node] = title
         elif before:
             source[node] = before[0]
+
+
+def _title(leaf: Leaf, output: int) -> str:
+    """The path of the module that forward calls for an output."""
+    about = leaf.about
+    return about.plain[about.outputs[output]] if about.plain else about.path
 
 
 class _FeatureNames:
@@ -255,23 +276,32 @@ class _FeatureNames:
         self.bags: dict[str, Bag] = {}  # computed feature -> its nodes
         self.of: dict[tuple[fx.Node, int], str] = {}  # (call, place in its outputs) -> feature
         self.computed: dict[str, bool] = {}  # computed feature -> whether its ids carry weights
+        self._processed: dict[
+            tuple[int, str], str
+        ] = {}  # (position-weighted module, feature) -> the module's name of it
         passed = {self._passed_on(bag) for call in calls for bag in call.bags}
-        by_nodes: dict[tuple[fx.Node, fx.Node], str] = {}
+        by_nodes: dict[Any, str] = {}
         for call in calls:
             leaf = leaves[call.module]
             for place, (output, bag) in enumerate(zip(call.outputs, call.bags)):
+                own = leaf.about.features[output]
+                processed = (call.module, own) if leaf.about.processed else None
                 name = self._passed_on(bag)
+                if name is not None and self._processed.get((call.module, name), own) != own:
+                    name = None  # the same ids under another name, whose positions weigh something else
                 if name is None:
-                    name = by_nodes.get(bag[:2])
+                    name = by_nodes.get((bag, processed))
                 if name is None:
-                    name = leaf.about.features[output]
-                    if name in passed or name in self.bags:
+                    name = own
+                    if leaf.about.path and (name in passed or name in self.bags):
                         name = f"{leaf.about.path}.{name}"
                     while name in passed or name in self.bags:
                         name += "'"
-                    by_nodes[bag[:2]] = name
+                    by_nodes[bag, processed] = name
                     self.bags[name] = bag
-                    self.computed[name] = leaf.about.is_weighted
+                    self.computed[name] = leaf.about.weighted
+                if processed is not None:
+                    self._processed[call.module, name] = own
                 self.of[call.node, place] = name
         self.lookups = tuple(self._lookup(i, leaf, calls) for i, leaf in enumerate(leaves))
 
@@ -306,12 +336,15 @@ class _FeatureNames:
         given = {slot.name for slot in self._slots.values() if slot.part == "values"}
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
-                raise ConfigError(
-                    f"forward reads no vector of table {config.name!r} in {leaf.about.path!r}; remove the table"
-                )
+                where = f" in {leaf.about.path!r}" if leaf.about.path else ""
+                raise ConfigError(f"forward reads no vector of table {config.name!r}{where}; remove the table")
             if not mine:  # forward leaves its vectors unused
                 mine += config.feature_names
-        return ModuleLookup(leaf, tuple(tuple(mine) for mine in features))
+        weights = leaf.position_weights
+        if weights is not None:
+            named = {name: self._processed.get((index, name), name) for mine in features for name in mine}
+            weights = {name: weights[own] for name, own in named.items() if own in weights}
+        return ModuleLookup(leaf, tuple(tuple(mine) for mine in features), weights)
 
 
 # ------------------------------------------------------------------------------------------------- the two programs
@@ -346,7 +379,7 @@ def _dense_program(
     slots: dict[fx.Node, Slot],
     calls: Sequence[_Call],
     names: _FeatureNames,
-    outputs: dict[str, fx.Node],
+    outputs: Sequence[str],
     batch: AbstractSet[str],
 ) -> Program:
     """The program behind the lookups, whose vectors are its inputs."""
@@ -394,7 +427,9 @@ def _dense_program(
             about = _table_input(node, names.lookups)
             node.replace_all_uses_with(tables.setdefault(about, node))
             given[tables[about]] = about
-    return subgraph(whole, given, outputs, batch, keep=("pooled", "values", "lengths"))
+    results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    found = dict(zip(outputs, results, strict=True))
+    return subgraph(whole, given, found, batch, keep=("pooled", "values", "lengths"))
 
 
 def _columns(graph: fx.Graph, call: _Call, vectors: fx.Node, dims: Sequence[int], wanted: Sequence[int]) -> fx.Node:

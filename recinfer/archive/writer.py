@@ -21,7 +21,7 @@ from recinfer.archive.paths import check_path, file_sha256
 from recinfer.archive.rank_files import StoredRect, rank_file, rects_by_rank
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
-from recinfer.files import put
+from recinfer.files import put, refuse_url
 from recinfer.quant.rows import slice_packed_columns
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
@@ -181,9 +181,11 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         target: path of the archive; must not exist, or with ``overwrite`` must be an archive (or empty).
 
     Raises:
+        ConfigError: the target is a URL.
         ArchiveError: the target exists, or is not an archive.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
+    refuse_url(target, "out")
     target = Path(os.path.abspath(target))
     _check_target(target, overwrite)
     try:

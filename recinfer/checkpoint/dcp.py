@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError
 
-__all__ = ["METADATA_FILE", "Chunk", "StoredTensor", "read_metadata"]
+__all__ = ["METADATA_FILE", "Chunk", "StoredTensor", "cover_fault", "read_metadata"]
 
 METADATA_FILE = ".metadata"
 
@@ -144,7 +144,7 @@ def _chunk(folder: Path, key: str, chunk: torch_metadata.ChunkStorageMetadata, i
 
 def _check_cover(folder: Path, key: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError unless the chunks cover every element of the tensor exactly once."""
-    wrong = _cover_fault(tensor)
+    wrong = cover_fault(tensor)
     if wrong:
         rectangles = [(c.offsets, c.sizes) for c in tensor.chunks[:4]]
         raise CheckpointError(
@@ -153,7 +153,8 @@ def _check_cover(folder: Path, key: str, tensor: StoredTensor) -> None:
         )
 
 
-def _cover_fault(tensor: StoredTensor) -> str:
+def cover_fault(tensor: StoredTensor) -> str:
+    """The fault of chunks that do not cover every element of their tensor exactly once; empty if they do."""
     dims, count = len(tensor.shape), len(tensor.chunks)
     if any(len(c.offsets) != dims or len(c.sizes) != dims for c in tensor.chunks):
         return "have other dimensions than the tensor"

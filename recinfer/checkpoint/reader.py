@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.checkpoint.dcp import Chunk, StoredTensor, read_metadata
+from recinfer.checkpoint.dcp import Chunk, StoredTensor, cover_fault, read_metadata
 from recinfer.checkpoint.model_json import build_model, read_model_json
 from recinfer.checkpoint.safetensors_file import is_safetensors, read_safetensors
-from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
+from recinfer.checkpoint.torch_file import ShardedBytes, TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.excerpts import some
 
@@ -255,6 +255,8 @@ def _read_state_dict(path: Path) -> dict[str, StoredTensor]:
             value.check()
             chunk = Chunk((0,) * len(value.shape), value.shape, path, known=value)
             tensors[".".join(map(str, at))] = StoredTensor(value.shape, value.dtype, at, (chunk,))
+        elif isinstance(value, ShardedBytes):
+            tensors[".".join(map(str, at))] = _sharded(path, at, value)
         elif isinstance(value, Mapping):
             for name, inner in value.items():
                 walk(inner, (*at, name))
@@ -263,6 +265,18 @@ def _read_state_dict(path: Path) -> dict[str, StoredTensor]:
     if not tensors:
         raise CheckpointError(f"{path}: does not hold a dict of tensors; expected torch.save(model.state_dict(), path)")
     return tensors
+
+
+def _sharded(path: Path, at: tuple[Any, ...], value: ShardedBytes) -> StoredTensor:
+    """The tensor of a sharded model's state dict, of which a file of torch.save has the shards of one rank."""
+    chunks = tuple(Chunk(offsets, data.shape, path, known=data) for offsets, data in value.shards)
+    found = StoredTensor(value.shape, value.dtype, at, chunks)
+    if cover_fault(found):
+        raise CheckpointError(
+            f"{path}: holds one rank's shards of {'.'.join(map(str, at))}, not all of its {value.shape[0]} rows; save the "
+            f"sharded model from all ranks: torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)"
+        )
+    return found
 
 
 def _model_prefix(tensors: Mapping[str, StoredTensor]) -> str:

@@ -9,7 +9,8 @@ split shard get its value.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,20 +114,30 @@ def _given(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
 def own_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
     """Parameter name in ``optimizer`` -> the model's own name for it.
 
-    The names differ by a prefix if the optimizer was made for a module around the model (DLRMTrain around DLRM).
+    The names differ by a prefix if the optimizer was made for a module around the model (DLRMTrain around DLRM). Several
+    shards of one table on a rank are ``weight``, ``weight_1`` ... in the optimizer, and ``weight`` in the model. The state
+    of a schedule, which the model does not have, keeps its name.
 
     Raises:
         CheckpointError: no prefix makes them fit.
     """
     known = set(model.state_dict())
-    names = list(optimizer.params)
+    own = optimizer.own_state_names()
+    names = [name for name in optimizer.params if name not in own]
     prefixes = {""} | {name[: at + 1] for name in names[:1] for at, letter in enumerate(name) if letter == "."}
     for prefix in sorted(prefixes, key=len):
-        if all(name.startswith(prefix) and name[len(prefix) :] in known for name in names):
-            return {name: name[len(prefix) :] for name in names}
+        found = {name: _of_first_shard(name.removeprefix(prefix), known) for name in names if name.startswith(prefix)}
+        if len(found) == len(names) and known.issuperset(found.values()):
+            return found | {name: name for name in own}
     raise CheckpointError(
         f"the optimizer's parameters ({', '.join(names[:4])} ...) are not the model's ({', '.join(sorted(known)[:4])} ...)"
     )
+
+
+def _of_first_shard(name: str, known: Collection[str]) -> str:
+    """``name`` without the number of a shard, if the model has no parameter of this name."""
+    first, _, number = name.rpartition("_")
+    return first if name not in known and number.isdigit() else name
 
 
 def _match(reader: CheckpointReader, state: Mapping[str, Any], strict: bool) -> LoadReport:
@@ -173,8 +184,12 @@ def _optimizer_plan(
                 if state_name != "step" or not any(found.values()):
                     missing.append(f"{names[name]}: {state_name}")
                 continue
+            if names[name] not in model:
+                plans.append(_copy_plan(reader.stored(key), key, value))
+                continue
             weight = reader.tensor(names[name])
             plans.append(_state_plan(reader.stored(key), key, value, model[names[name]], weight))
+    plans += _counts_of_further_shards(optimizer, names)
     if missing and strict:
         raise CheckpointError(
             f"{reader.path}: {len(missing)} states of the optimizer are missing ({some(missing, 5, none='none')}); strict=False "
@@ -214,14 +229,7 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
 
         return set_count
     if not shape or len(weight.shape) < 2 or (shape == weight.shape and targets[0][0].dim() == len(shape)):
-        if tuple(value.size()) != shape:
-            raise CheckpointError(f"{key} has shape {shape}, the optimizer's state has {tuple(value.size())}")
-
-        def copy() -> None:
-            for target, offsets in targets:
-                read_rectangle(stored, key, target, offsets)
-
-        return copy
+        return _copy_plan(stored, key, value)
     rows = weight.shape[0]
     spans = sorted({(c.offsets[1], c.offsets[1] + c.sizes[1]) for c in weight.chunks})
     if shape in ((rows,), (rows, 1)):  # one number per row, so the whole row is one piece
@@ -249,6 +257,29 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
                     flat.add_(part.view(-1).to(flat.device), alpha=overlap / width)
 
     return apply
+
+
+def _copy_plan(stored: StoredTensor, key: str, value: Any) -> Callable[[], None]:
+    """The copy of a state that is stored in the shape that it has here."""
+    if tuple(value.size()) != stored.shape:
+        raise CheckpointError(f"{key} has shape {stored.shape}, the optimizer's state has {tuple(value.size())}")
+
+    def copy() -> None:
+        for target, offsets in local_pieces(value):
+            read_rectangle(stored, key, target, offsets)
+
+    return copy
+
+
+def _counts_of_further_shards(optimizer: KeyedOptimizer, names: Mapping[str, str]) -> list[Callable[[], Any]]:
+    """The copies of a table's step counts from its first shard on this rank to its others; see own_names."""
+    states, first, copies = optimizer.state_dict()["state"], {}, []
+    for name, values in states.items():
+        source = first.setdefault(names[name], values)
+        if source is not values:
+            counts = [key for key, value in values.items() if isinstance(value, Tensor) and not value.dim()]
+            copies += [partial(values[key].copy_, source[key]) for key in counts]
+    return copies
 
 
 # --------------------------------------------------------------------------------------------------- rectangles

@@ -7,7 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,30 +32,46 @@ def state_of_all_ranks(
 
     Args:
         optimizer: over parameters of the model.
-        names: the optimizer's name of a parameter -> the model's name.
+        names: the optimizer's name of a parameter -> the model's name; several names for a table of which this rank
+            has several shards.
         model: the model's state dict; sharded tables are ShardedTensors or DTensors in it.
 
     Returns:
-        parameter -> state name -> value; without tables on other ranks.
+        parameter -> state name -> value, without tables on other ranks. A table of several shards is under the name of
+        the first.
 
     Raises:
         CheckpointError: state with neither one number per element nor one per row of the table.
     """
+    states = optimizer.state_dict()["state"]
+    names_of: dict[str, list[str]] = {}
+    for name in states:
+        names_of.setdefault(names[name], []).append(name)
     found = {}
-    for name, values in optimizer.state_dict()["state"].items():
-        parameter, whole = optimizer.params[name], model[names[name]]
-        plain = isinstance(parameter, Tensor) and not isinstance(parameter, DTensor | ShardedTensor)
-        if plain and isinstance(whole, DTensor | ShardedTensor):
+    for key, (name, *more) in names_of.items():
+        whole = model.get(key)  # the state of a schedule has no parameter of the model
+        values = states[name]
+        if isinstance(whole, DTensor | ShardedTensor) and _is_plain(optimizer.params[name]):
             if not local_pieces(whole):
                 continue
-            values = {key: _placed(f"{names[name]}: {key}", value, parameter, whole) for key, value in values.items()}
+            parameters = [optimizer.params[each] for each in (name, *more)]
+            values = {
+                state: _placed(f"{key}: {state}", [states[each][state] for each in (name, *more)], parameters, whole)
+                for state in values
+            }
         found[name] = values
     return found
 
 
-def _placed(what: str, value: Any, parameter: Tensor, whole: ShardedTensor | DTensor) -> Any:
+def _is_plain(parameter: Tensor | ShardedTensor) -> bool:
+    return isinstance(parameter, Tensor) and not isinstance(parameter, DTensor | ShardedTensor)
+
+
+def _placed(what: str, values: Sequence[Any], parameters: Sequence[Any], whole: ShardedTensor | DTensor) -> Any:
+    """One state of all local shards, in a tensor of the whole table."""
+    value, parameter = values[0], parameters[0]
     if not isinstance(value, Tensor) or not value.dim():
-        return value  # a count of steps: the same on every rank
+        return value  # a count of steps: the same on every rank and for every shard
     rows, cols = whole.size()
     by_row = value.shape in ((parameter.shape[0],), (parameter.shape[0], 1)) and parameter.shape[1] == cols
     if value.shape != parameter.shape and not by_row:
@@ -65,9 +81,9 @@ def _placed(what: str, value: Any, parameter: Tensor, whole: ShardedTensor | DTe
             "table with the kernel fused, or leave this optimizer out of the checkpoint"
         )
     size = torch.Size([rows, *((cols if value.shape == parameter.shape else 1,) * (value.dim() - 1))])
-    ((_, offsets),) = local_pieces(whole)
+    places = [offsets[: value.dim()] for _, offsets in local_pieces(whole)]
     if isinstance(whole, DTensor):
-        return dtensor_of([(value, offsets[: value.dim()])], size, whole.device_mesh, whole.placements[0])
+        return dtensor_of(list(zip(values, places)), size, whole.device_mesh, whole.placements[0])
     metadata = whole.metadata()
     shards = [
         ShardMetadata(
@@ -78,6 +94,6 @@ def _placed(what: str, value: Any, parameter: Tensor, whole: ShardedTensor | DTe
         for shard in metadata.shards_metadata
     ]
     properties = replace(metadata.tensor_properties, dtype=value.dtype, requires_grad=False)
-    (own,) = (s for s in shards if tuple(s.shard_offsets) == tuple(offsets[: value.dim()]))
+    own = [next(s for s in shards if tuple(s.shard_offsets) == tuple(place)) for place in places]
     described = replace(metadata, shards_metadata=shards, size=size, tensor_properties=properties)
-    return global_tensor([(value, own)], described, whole._process_group)
+    return global_tensor(list(zip(values, own)), described, whole._process_group)

@@ -1,8 +1,9 @@
 """Finds and reads single tensors in torch.save files without loading the whole file.
 
 torch.save writes a zip of uncompressed records: ``data.pkl`` describes the tensors, ``data/<n>`` hold their storages.
-Here ``data.pkl`` is read by an unpickler that allows only tensors and plain containers, so no code in a file
-can run, and what it returns are byte ranges that are read row by row with ``pread``.
+Here ``data.pkl`` is read by an unpickler that knows tensors, plain containers and the ShardedTensor of a sharded model;
+an object without meaning takes the place of every object of another class (arguments, configurations, sets), so no code
+in a file can run. What it returns are byte ranges that are read row by row with ``pread``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from recinfer.errors import CheckpointError
 
-__all__ = ["TensorBytes", "read_torch_file"]
+__all__ = ["ShardedBytes", "TensorBytes", "read_torch_file"]
 
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -60,6 +61,9 @@ class TensorBytes:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def __setstate__(self, _: Any) -> None:
+        raise CheckpointError(f"{self.path}: sets attributes of a tensor; the file is damaged")
 
     def check(self) -> None:
         """Raises CheckpointError if the shape needs more bytes than the storage has."""
@@ -123,11 +127,26 @@ class TensorBytes:
         return 1 + sum((size - 1) * stride for size, stride in zip(shape, self.strides))
 
 
-def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """The object that torch.save wrote at ``offset`` of ``path``, with a :class:`TensorBytes` in place of every tensor.
+@dataclass(frozen=True)
+class ShardedBytes:
+    """The part of a torch ShardedTensor that one rank saved.
 
-    Reads the descriptions only. Any class but tensors, containers and numbers is refused, so the file need not be
-    trusted.
+    Attributes:
+        dtype, shape: those of the whole tensor.
+        shards: offsets in the whole tensor, and location, of each shard of this rank.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, ...], TensorBytes], ...]
+
+
+def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """The object that torch.save wrote at ``offset`` of ``path``, with a :class:`TensorBytes` in place of every tensor
+    and a :class:`ShardedBytes` in place of every ShardedTensor.
+
+    Reads the descriptions only, and makes no object of the file's classes, so the file need not be trusted. Tensors
+    inside of such an object, as in a saved module, are refused.
 
     Raises:
         CheckpointError: no file, not a whole torch.save zip, or content that is refused; names the path and the cause.
@@ -195,7 +214,32 @@ def _read_archive(records: _Records) -> Any:
     order = records.read("byteorder")
     if order not in (None, b"little"):
         raise CheckpointError(f"{records.path}: byte order {order!r}; expected little")
-    return _TensorUnpickler(description, records).load()
+    unpickler = _TensorUnpickler(description, records)
+    found = unpickler.load()
+    hidden = unpickler.num_tensors - len(_tensors_in(found, set()))
+    if hidden and unpickler.others:
+        raise CheckpointError(
+            f"{records.path}: holds tensors inside of an object of a class ({unpickler.others[0]}); expected dicts of tensors. "
+            "Save model.state_dict() on its own: torch.save(model.state_dict(), path)"
+        )
+    return found
+
+
+def _tensors_in(value: Any, seen: set[int]) -> set[int]:
+    """The ids of the tensors that plain containers hold."""
+    if isinstance(value, TensorBytes):
+        return {id(value)}
+    inner: Iterable[Any] = ()
+    if isinstance(value, ShardedBytes):
+        inner = (data for _, data in value.shards)
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    if not inner or id(value) in seen:
+        return set()
+    seen.add(id(value))
+    return {found for one in inner for found in _tensors_in(one, seen)}
 
 
 @dataclass(frozen=True)
@@ -205,18 +249,48 @@ class _Storage:
     dtype: torch.dtype | None
 
 
+class _Other:
+    """Takes the place of an object of another class: it accepts whatever a pickle does to it, and does nothing."""
+
+    fields: Mapping[str, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:  # a pickle may leave out __init__
+        self = object.__new__(cls)
+        self.fields = {}
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        for part in state if isinstance(state, tuple) else (state,):  # (fields, fields in slots) or fields
+            if isinstance(part, Mapping):
+                self.fields = {**self.fields, **part}
+
+    def append(self, _: Any) -> None: ...
+
+    def extend(self, _: Any) -> None: ...
+
+    def add(self, _: Any) -> None: ...
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles descriptions of tensors, containers and numbers; rejects every other class."""
+    """Unpickles descriptions of tensors, containers and numbers, and an :class:`_Other` for every other object."""
 
     def __init__(self, data: bytes, records: _Records) -> None:
         super().__init__(io.BytesIO(data))
         self.records = records
+        self.num_tensors = 0
+        self.others: list[str] = []
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return self._tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+        if module == "torch._utils" and name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             return lambda data, *_: data
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return self._subclass
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch", "Size"):
@@ -225,10 +299,10 @@ class _TensorUnpickler(pickle.Unpickler):
             return _STORAGE_DTYPES.get(name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(
-            f"{self.records.path}: holds a {module}.{name}; expected tensors, dicts, lists and numbers only. "
-            "Save model.state_dict() on its own: torch.save(model.state_dict(), path)"
-        )
+        if (module, name) == ("__builtin__", "getattr"):  # how a pickle names a class inside of a class
+            return lambda _, inner: type(inner, (_Other,), {})
+        self.others.append(f"{module}.{name}")
+        return type(name, (_Other,), {})
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, key, _, _ = pid
@@ -248,7 +322,20 @@ class _TensorUnpickler(pickle.Unpickler):
             tuple(int(s) for s in strides),
         )
         found.check()
+        self.num_tensors += 1
         return found
+
+    def _subclass(self, rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+        """A tensor with attributes, or of a subclass: a ShardedTensor is read, others are not."""
+        if rebuild == self._tensor:
+            return self._tensor(*args)
+        if kind.__name__ != "ShardedTensor":
+            return kind()
+        shards = tuple(
+            (tuple(int(at) for at in shard.fields["metadata"].fields["shard_offsets"]), shard.fields["tensor"])
+            for shard in state[0]
+        )
+        return ShardedBytes(args[1], tuple(int(size) for size in args[2]), shards)
 
 
 class _FileView(io.RawIOBase):

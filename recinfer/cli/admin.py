@@ -308,12 +308,14 @@ def _only(found: Loaded, options: ListOptions) -> Loaded:
 def _table(found: Loaded) -> Table:
     headings = ("model", "version", "state", "share", "labels", "since", "engine", "memory", "deltas")
     table = slim_table(*headings, numbers=("share", "memory", "deltas"))
-    table.columns[headings.index("engine")].no_wrap = True
+    one_model = len(found) == 1  # so that a version takes one line of 80 columns
+    for whole in ("since", "engine") if one_model else ("engine",):
+        table.columns[headings.index(whole)].no_wrap = True
     for number, (model, versions) in enumerate(found.items()):
         total = sum(one.weight for one in versions.values()) or 1
         for version, one in versions.items():
-            shown = f"{model} (default)" if number == 0 else model
-            state = styled("green", "serving") if one.weight else "by name only"
+            shown = f"{model} (default)" if number == 0 and not one_model else model
+            state = styled("green", "serving") if one.weight else "by name"
             table.add_row(
                 shown,
                 version,

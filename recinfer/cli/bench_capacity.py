@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recinfer.cli.archives import local_archive
 from recinfer.cli.client import ClientOptions, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
@@ -65,7 +66,7 @@ class CapacityOptions:
     load: LoadOptions
     client: ClientOptions
     archive: Annotated[
-        Path | None, typer.Argument(help="Archive folder to start a server for.", show_default=False)
+        str | None, typer.Argument(help="Archive folder, or its URL, to start a server for.", show_default=False)
     ] = None
     target: Annotated[
         str | None,
@@ -105,7 +106,8 @@ def capacity(options: CapacityOptions) -> None:
         check_picture(options.plot)
     if options.out is not None:
         check_place("--out", options.out)
-    subject = MeasuredServer(options.archive, options.target, options.sharded)
+    archive = None if options.archive is None else local_archive(options.archive, output)
+    subject = MeasuredServer(archive, options.target, options.sharded)
     found = measure(subject, options.load, options.client, output)
     show_measured(output, found)
     if options.out is not None:
@@ -136,9 +138,11 @@ class MeasuredServer:
 
 def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
     """Start the server unless it runs already, measure it, and stop it."""
+    from recinfer.sizing.arrivals import read_trace
     from recinfer.sizing.capacity import Measured, find_knee, this_machine
     from recinfer.sizing.load import Driver, encode_requests
 
+    recorded = None if load.trace is None else read_trace(load.trace)
     output.note(
         f"starting a {subject.what} for {subject.archive}" if subject.target is None else f"loading {subject.target}"
     )
@@ -148,12 +152,15 @@ def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, o
             asker.wait_until_ready(max(client.wait, 60.0) if subject.target is None else max(client.wait, 1.0))
             model = asker.get_model()
         call = _call(load, subject, model)
-        trace = _trace(load, model)
+        trace = recorded or _arrivals(load, model)
         name, version = client.model, model.version if client.label else client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
         # A request that takes ten times the objective is lost, so a measurement ends soon after its last request.
         timeout = max(1.0, load.p99_ms / 100)
-        with Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver, output.bar("") as progress:
+        with (
+            Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver,
+            output.bar("", lines=True) as progress,
+        ):
             found = find_knee(
                 driver,
                 trace,
@@ -207,11 +214,9 @@ def _call(load: LoadOptions, subject: MeasuredServer, model: ModelDescription) -
     return "predict" if open_archive(subject.archive, ranks=()).manifest.dense is not None else "lookup"
 
 
-def _trace(load: LoadOptions, model: ModelDescription) -> Trace:
-    from recinfer.sizing.arrivals import poisson, read_trace
+def _arrivals(load: LoadOptions, model: ModelDescription) -> Trace:
+    from recinfer.sizing.arrivals import poisson
 
-    if load.trace is not None:
-        return read_trace(load.trace)
     features = len({feature.name.split("@")[0] for feature in model.features})
     mean = load.ids * features
     return poisson(1000.0, 20_000, batch=load.batch, ids_per_sample=mean, seed=load.seed, spread_ids=False)

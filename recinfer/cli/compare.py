@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from recinfer.cli.archives import ArchiveArgument, local_archive
 from recinfer.cli.console import EXIT_FAILED_CHECK, EXIT_PROVES_LITTLE, JsonOption, Output
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -17,7 +18,7 @@ EXAMPLE = "Example: recinfer compare movielens.rqa --reference recorded.npz"
 
 
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    archive: ArchiveArgument,
     reference: Annotated[
         Path,
         typer.Option(
@@ -36,10 +37,11 @@ def run(
     from recinfer.inference.recorded import RecordedReference
 
     output = Output(as_json)
-    found = compare_archive(archive, RecordedReference.read(reference))
+    recorded = RecordedReference.read(reference)
+    found = compare_archive(local_archive(archive, output), recorded)
     output.show(found)
     if not found.ok:
         output.show(Text(found.message(), style="red"))
-    output.finish({"archive": str(archive), **found.to_dict()})
+    output.finish({"archive": archive, **found.to_dict()})
     if not found.ok:
         raise typer.Exit(EXIT_FAILED_CHECK if found.num_wrong else EXIT_PROVES_LITTLE)

@@ -22,6 +22,7 @@ import recinfer
 from recinfer import env
 from recinfer.cli.interrupts import cleaning_up_at_signals
 from recinfer.errors import MismatchError, RecinferError
+from recinfer.files import refuse_url
 
 __all__ = [
     "EXIT_ERROR",
@@ -169,6 +170,8 @@ def verb(function: Callable[..., None], *, handles_signals: bool = False) -> Cal
     "message"}}``, so that a caller always gets an object. An unexpected error, that is a bug, keeps its traceback;
     ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
 
+    A URL given as a path of this machine is an error, whether the command would read or write the path.
+
     Args:
         handles_signals: the command handles SIGTERM and SIGHUP itself.
     """
@@ -176,6 +179,10 @@ def verb(function: Callable[..., None], *, handles_signals: bool = False) -> Cal
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            for name, value in kwargs.items():
+                for path in value if isinstance(value, list) else [value]:
+                    if isinstance(path, Path):
+                        refuse_url(path, name)
             with nullcontext() if handles_signals else cleaning_up_at_signals():
                 function(*args, **kwargs)
         except KeyboardInterrupt:
@@ -221,6 +228,8 @@ def _explain(error: Exception) -> str | None:
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         return extra and f"this needs the package {error.name!r}; install it with: pip install 'recinfer[{extra}]'"
     if isinstance(error, OSError) and not isinstance(error, RecinferError):
+        if isinstance(error, FileExistsError) and error.filename:  # from mkdir
+            return f"{error.filename} exists and is not a folder; choose another path"
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from recinfer.cli.archives import ArchiveArgument, local_archive
 from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.declared import takes_groups
 from recinfer.cli.id_options import DeltaIds
@@ -23,7 +24,7 @@ EXAMPLE = "Example: recinfer delta movielens.rqa newer.ckpt --out monday.rqd"
 
 @takes_groups
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder that the delta applies to.", show_default=False)],
+    archive: ArchiveArgument,
     checkpoint: Annotated[
         Path,
         typer.Argument(help="Newer checkpoint of the same model, in a format that export reads.", show_default=False),
@@ -51,10 +52,11 @@ def run(
 
     output = Output(as_json)
     started = time.perf_counter()
+    folder = local_archive(archive, output)
     reader, module = open_checkpoint(checkpoint, model)
     batches = resolve_inputs(inputs) if inputs else ()
     report = make_delta(
-        archive,
+        folder,
         module,
         reader,
         out,
@@ -66,7 +68,7 @@ def run(
     seconds = time.perf_counter() - started
     changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"
     output.show(styled("green", "wrote", f" {out}  {changed}, {size_text(report.num_bytes)}  {seconds:.1f} s"))
-    whole = open_archive(archive, ranks=()).manifest.bytes_total
+    whole = open_archive(folder, ranks=()).manifest.bytes_total
     if report.num_bytes >= whole:
         both = f"{size_text(report.num_bytes)}, {size_text(whole)}"
         advice = "export the checkpoint as a new version instead"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from recinfer.cli.archives import local_archive
 from recinfer.cli.console import JsonOption, Output
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.printed import short_names, slim_table
+from recinfer.remote.location import is_url
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
 
 
 def run(
-    path: Annotated[Path, typer.Argument(help="Archive folder, plan file (JSON) or delta (.rqd).", show_default=False)],
+    path: Annotated[
+        str,
+        typer.Argument(help="Archive folder, or its URL; plan file (JSON) or delta (.rqd).", show_default=False),
+    ],
     device: Annotated[
         str | None,
         typer.Option("--device", help="Also show which lookup kernel an archive would use on cpu or cuda, and why."),
@@ -47,11 +51,12 @@ def run(
         from recinfer.quant.kernels import choose_kernel
 
         kernel = choose_kernel(device)
-    if path.is_dir():
+    at = local_archive(path, output, rows=False)
+    if at.is_dir():
         from recinfer.archive.reader import open_archive
         from recinfer.inference.id_steps import SHOWN
 
-        archive = open_archive(path)
+        archive = open_archive(at, ranks=() if is_url(path) else None)
         manifest = archive.manifest
         output.show(*archive_tables(manifest))
         parts = [part for show in SHOWN if (part := show(archive)).entries]
@@ -60,17 +65,17 @@ def run(
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
         described: dict[str, Any] = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
         output.finish({**describe_archive(manifest), **described, **{part.key: part.entries for part in parts}})
-    elif path.suffix == ".rqd" and path.exists():
+    elif at.suffix == ".rqd" and at.exists():
         from recinfer.archive.delta import read_delta
 
-        delta = read_delta(path)
-        output.show(*_delta_tables(delta, path.stat().st_size))
-        output.finish(describe_delta(delta, path.stat().st_size))
-    elif path.exists():
+        delta = read_delta(at)
+        output.show(*_delta_tables(delta, at.stat().st_size))
+        output.finish(describe_delta(delta, at.stat().st_size))
+    elif at.exists():
         from recinfer.distributed.planner.plan import Plan
         from recinfer.distributed.planner.stats import format_plan
 
-        plan = Plan.load(path)
+        plan = Plan.load(at)
         output.show(*format_plan(plan))
         output.finish(describe_plan(plan))
     else:

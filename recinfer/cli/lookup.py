@@ -144,6 +144,6 @@ def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
     return bag
 
 
-def _preview(values: NDArray[Any], shown: int = 6) -> str:
+def _preview(values: NDArray[Any], shown: int = 4) -> str:
     text = " ".join(f"{v:+.4f}" for v in values[:shown].tolist())
     return text + (" ..." if values.size > shown else "")

@@ -34,6 +34,7 @@ NAME = "predict"
 EXAMPLE = "Example: recinfer predict --target 127.0.0.1:8500 --input rows.csv --out scores.csv"
 
 _SHOWN = 10
+_SHOWN_ERRORS = 3
 _ALL_FAIL = 10_000  # rows after which a file without a valid row ends the command
 
 
@@ -302,11 +303,12 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
             writer.writerows([at, *cells, error] for at, cells, error in waiting)
     if missing:
         output.show(missing_text(sorted(missing)))
-    table = Table("row", *(names or ()))
-    for cells in first:
-        table.add_row(*cells)
-    output.show(table)
-    for error in errors:
+    if first:
+        table = Table("row", *(names or ()))
+        for cells in first:
+            table.add_row(*cells)
+        output.show(table)
+    for error in errors[:_SHOWN_ERRORS]:  # messages are long, and often the same
         output.show(f"row {error['row']}: {error['error']}")
     output.show(f"{done:,} rows, {failed:,} failed" + (f"; wrote {options.out}" if options.out else ""))
     output.finish(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from recinfer.cli.archives import ArchiveArgument, local_archive
 from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.options import Device, MissingShards
 from recinfer.errors import ConfigError
@@ -20,7 +21,7 @@ EXAMPLE = "Example: recinfer reshard movielens.rqa --world-size 4 --out movielen
 
 
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    archive: ArchiveArgument,
     out: Annotated[Path, typer.Option("--out", help="Archive folder to write.")],
     world_size: Annotated[
         int | None,
@@ -63,15 +64,16 @@ def run(
             )
     elif world_size is None and device is None and missing_shards is None:
         raise ConfigError("nothing to change: give --world-size N, --plan FILE, --device or --missing-shards")
-    elif world_size is None and device is None:
-        chosen = open_archive(archive).plan
-    else:
-        opened = open_archive(archive)
-        world_size = world_size or opened.manifest.world_size
-        where = device.value if device else opened.plan.compute_device
-        chosen = plan_archive(opened.manifest, world_size=world_size, compute_device=where)
+    folder = local_archive(archive, output)
+    if plan is None:
+        opened = open_archive(folder)
+        chosen = opened.plan
+        if world_size is not None or device is not None:
+            world_size = world_size or opened.manifest.world_size
+            where = device.value if device else opened.plan.compute_device
+            chosen = plan_archive(opened.manifest, world_size=world_size, compute_device=where)
     manifest = reshard_archive(
-        archive,
+        folder,
         chosen,
         out,
         missing_shards=None if missing_shards is None else missing_shards.in_manifest,

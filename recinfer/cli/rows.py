@@ -71,7 +71,9 @@ def read_context(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"got {type(found).__name__}, expected an object")
         return {name: _weighted(name, value) for name, value in found.items()}
-    except (ValueError, RecursionError) as error:  # also text that is not JSON
+    except json.JSONDecodeError as error:
+        raise InputError(f'--context {path}: no JSON ({error}); expected one row, as in {{"user": 3}}') from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--context {path}: {error}") from None
 
 
@@ -167,16 +169,25 @@ def _cell(name: str, text: str, dense: str) -> Any:
         ids = [int(_plain(id_)) for id_, _, _ in pairs]
         if not any(colon for _, colon, _ in pairs):
             return ids
-        return ids, [_number(weight) if colon else 1.0 for _, colon, weight in pairs]
+        return ids, _weights(pairs)
     except ValueError:
         expected = "ids separated by spaces, as in 3 7, or with weights 3:0.5 7:2"
         raise ValueError(f"column {name!r}: got {text[:60]!r}, expected {expected}") from None
 
 
-def _numbers(text: str) -> list[Any] | int | float:
-    """A cell of a named input: one number, or the list of several; whole numbers stay whole."""
-    found = [int(word) if word.lstrip("-").isdecimal() else _number(word) for word in map(_plain, text.split())]
+def _numbers(text: str) -> Any:
+    """A cell of a named input: one number, or the list of several, maybe with weights; whole numbers stay whole."""
+    pairs = [word.partition(":") for word in text.split()]
+    found = [
+        int(word) if word.lstrip("-").isdecimal() else _number(word) for word in (_plain(one) for one, _, _ in pairs)
+    ]
+    if any(colon for _, colon, _ in pairs):
+        return found, _weights(pairs)
     return found[0] if len(found) == 1 else found
+
+
+def _weights(pairs: list[tuple[str, str, str]]) -> list[float]:
+    return [_number(weight) if colon else 1.0 for _, colon, weight in pairs]
 
 
 def _number(text: str) -> float:
@@ -220,9 +231,10 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def _weighted(name: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if set(value) != {"ids", "weights"}:
-        raise ValueError(f"{name!r}: got an object with {sorted(value)}, expected ids and weights")
-    return value["ids"], value["weights"]
+    what = "ids" if "ids" in value else "values"
+    if set(value) != {what, "weights"}:
+        raise ValueError(f"{name!r}: got an object with {sorted(value)}, expected ids (or values) and weights")
+    return value[what], value["weights"]
 
 
 def _parquet(path: Path) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from recinfer.cli.archives import local_archive
 from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, measure, show_measured
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
@@ -61,7 +62,7 @@ class SizeOptions:
     """All options of ``recinfer size``."""
 
     hosts: HostOptions
-    archive: Annotated[Path, typer.Option("--archive", help="Archive folder of the model to serve.")]
+    archive: Annotated[str, typer.Option("--archive", help="Archive folder of the model to serve, or its URL.")]
     qps: Annotated[
         float | None,
         typer.Option(min=0.1, help="Requests per second that the deployment must serve.", show_default="the trace's"),
@@ -122,11 +123,12 @@ def run(options: SizeOptions) -> None:
     if options.plot is not None:
         check_picture(options.plot)
     hosts = priced(read_hosts(given.hosts) if given.hosts is not None else EXAMPLE_HOSTS, given.price or [])
-    manifest = open_archive(options.archive, ranks=()).manifest
+    folder = local_archive(options.archive, output, rows=not options.capacity)
+    manifest = open_archive(folder, ranks=()).manifest
     server, sharded = _read(options, manifest)
     goal = _goal(options, server or sharded)
     if not options.capacity:
-        server, sharded = _measured_now(options, goal, manifest, hosts, output)
+        server, sharded = _measured_now(options, folder, goal, manifest, hosts, output)
     found = [
         deployment(manifest, host, goal, server, sharded, shards=given.shards, max_hosts=given.max_hosts)
         for host in hosts
@@ -193,7 +195,7 @@ def _goal(options: SizeOptions, measured: Measured | None) -> Goal:
 
 
 def _measured_now(
-    options: SizeOptions, goal: Goal, manifest: Manifest, hosts: Sequence[HostType], output: Output
+    options: SizeOptions, archive: Path, goal: Goal, manifest: Manifest, hosts: Sequence[HostType], output: Output
 ) -> tuple[Measured | None, Measured | None]:
     """Measures the kinds of servers that the candidate deployments need: one server, then a ranker and shard server."""
     from recinfer.distributed.planner.types import PlannerError
@@ -213,7 +215,7 @@ def _measured_now(
         ids=options.ids,
         seconds=options.seconds,
     )
-    subject = MeasuredServer(options.archive)
+    subject = MeasuredServer(archive)
     server = measure(subject, load, ClientOptions(), output) if 1 in counts else None
     sharded = measure(replace(subject, sharded=True), load, ClientOptions(), output) if counts - {1} else None
     for each in (server, sharded):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from recinfer.cli.archives import ArchiveArgument, local_archive
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, where_rules_are
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -17,7 +17,7 @@ EXAMPLE = "Example: recinfer verify movielens.rqa"
 
 
 def run(
-    archive: Annotated[str, typer.Argument(help="Archive folder, or its URL.", show_default=False)],
+    archive: ArchiveArgument,
     as_json: JsonOption = False,
 ) -> None:
     """Check the hashes of an archive's files and replay its golden requests.
@@ -26,12 +26,9 @@ def run(
     outputs differ from the stored ones. 2: the archive is damaged.
     """
     from recinfer.inference.verify import verify
-    from recinfer.remote.cache import in_cache
 
     output = Output(as_json)
-    with in_cache(archive) as (folder, release):
-        report = verify(folder)
-    release()
+    report = verify(local_archive(archive, output))
     output.show(report)
     if where := where_rules_are(" ".join(report.problems)):
         output.show(Text(where))

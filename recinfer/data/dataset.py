@@ -76,7 +76,10 @@ def load_dataset(
     name = format
     if format == "synthetic":
         if path is not None:
-            raise ConfigError(f"format 'synthetic' generates its rows; got the path {os.fspath(path)!r}, expected none")
+            raise ConfigError(
+                f"format 'synthetic' generates its rows; got the path {os.fspath(path)!r}, expected none, or the format "
+                "of its rows: 'criteo' or 'movielens'"
+            )
         columns: Mapping[str, NDArray] = generate_criteo(
             DEFAULT_SYNTHETIC_ROWS if limit is None else limit, seed
         ).columns

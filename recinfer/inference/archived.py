@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from recinfer.archive.manifest import InputInfo, Manifest
@@ -264,6 +265,8 @@ class Call:
             if parts is None:
                 raise InputError(f"{info.path} is missing; forward takes it as {info.name!r} ({info.dtype})")
             if info.kind == "ids":
+                if "tensor" in parts:
+                    parts = _matrix(parts["tensor"])
                 if info.name not in self._manifest.weighted_features:
                     parts.pop("weights", None)  # a KeyedJaggedTensor has weights of all its features, or of none
                 features[info.name] = parts
@@ -310,6 +313,12 @@ class Call:
         """Forward's result around ``outputs``."""
         assert self._signature is not None
         return _filled(self._signature.returns or None, outputs)
+
+
+def _matrix(ids: Tensor) -> Parts:
+    """The bags of a matrix of ids, of which each sample has as many."""
+    ids = ids.reshape(1) if not ids.dim() else ids
+    return {"values": ids.reshape(-1), "lengths": torch.full((len(ids),), ids[:1].numel())}
 
 
 def _bags(features: Mapping[str, Parts]) -> Bags:

@@ -37,7 +37,7 @@ from recinfer.archive.rows import RowReader
 from recinfer.checkpoint import CheckpointReader
 from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
-from recinfer.distributed.planner.plan.plan import misfits
+from recinfer.distributed.planner.plan.plan import misfits, of_tables
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.inference.float_model import FloatModel, FloatRows
@@ -121,9 +121,11 @@ def make_delta(
     with spinner("exporting the dense part", progress):
         user = () if manifest.signature is None or manifest.signature.user is None else manifest.signature.user.names
         parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user)
+    if parts.cut is not None:
+        of_tables(stored.plan, parts.cut.tables)
     fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract, parts)
     _check_same(manifest, fresh)
-    weights = read_positions(leaves, checkpoint)
+    weights = read_positions(leaves, parts.cut, checkpoint)
     files = parts.files()
     if weights:
         files[POSITIONS] = pack_position_weights(weights)

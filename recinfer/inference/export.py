@@ -35,6 +35,7 @@ from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.capture import Captured, torch_defaults
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.plan.plan import of_tables
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
@@ -148,6 +149,7 @@ def export_archive(
     with torch_defaults(), one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         with spinner("exporting the dense part", progress):
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
+        plan = plan if parts.cut is None else of_tables(plan, parts.cut.tables)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
         id_parts = written_parts(manifest, model, checkpoint, contract, vocabularies)
@@ -171,7 +173,7 @@ def export_archive(
         folder.add("plan.json", plan.to_json().encode())
         for path, data in parts.files().items():
             folder.add(path, data)
-        if positions := read_positions(leaves, checkpoint):
+        if positions := read_positions(leaves, parts.cut, checkpoint):
             folder.add(POSITIONS, pack_position_weights(positions))
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)

@@ -76,9 +76,8 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
     keys = {}
     wrong = []
     for leaf in leaves:
-        middle = "embedding_bags" if leaf.about.pooled else "embeddings"
         for config in leaf.configs:
-            key = ".".join(part for part in (leaf.path, middle, config.name, "weight") if part)
+            key = leaf.key(config.name)
             keys[leaf.path, config.name] = key
             shape = (config.num_embeddings, config.embedding_dim)
             if key not in checkpoint:
@@ -169,7 +168,7 @@ def first_manifest(
 ) -> Manifest:
     """The manifest before the tables are quantized; every feature is required in Predict."""
     cut = cut_model.cut
-    lookups = [ModuleLookup.of(leaf) for leaf in leaves] if cut is None else list(cut.lookups)
+    lookups = _lookups(leaves, cut)
     tables = tuple(_table(lookup, i, plan) for lookup in lookups for i in range(len(lookup.leaf.configs)))
     precisions = {table.precision for table in tables}
     precision: Literal[Precision, "mixed"]
@@ -195,6 +194,11 @@ def first_manifest(
         missing_shards=missing_shards,
         signature=_signature(cut_model),
     )
+
+
+def _lookups(leaves: Sequence[Leaf], cut: Cut | None) -> list[ModuleLookup]:
+    """The lookups of each module: those that forward does, or all that it could do where there is no dense part."""
+    return [ModuleLookup.of(leaf) for leaf in leaves] if cut is None else list(cut.lookups)
 
 
 def _dense(model: CutModel) -> DenseInfo | None:
@@ -272,8 +276,7 @@ def _table(lookup: ModuleLookup, index: int, plan: Plan) -> TableInfo:
 
 
 def _module(lookup: ModuleLookup) -> ModuleInfo:
-    leaf = lookup.leaf
-    weights = leaf.position_weights
+    leaf, weights = lookup.leaf, lookup.position_weights
     return ModuleInfo(
         path=leaf.path,
         kind="pooled" if leaf.about.pooled else "sequence",
@@ -350,16 +353,18 @@ def make_requests(leaves: Sequence[Leaf], cut: Cut | None) -> list[Request]:
     """The golden requests of an archive; the same for the same tables and features."""
     if cut is not None:
         return golden_requests(cut.samples)
-    lookups = [ModuleLookup.of(leaf) for leaf in leaves]
+    lookups = _lookups(leaves, None)
     names = dict.fromkeys(name for lookup in lookups for _, name in lookup.columns)
     infos = [InputInfo(name, name, "ids", "int64", ("ids",), False) for name in names]
     return golden_requests(samples_of(lookups, infos, Facts({}, {}, {}), {}, 0))
 
 
-def read_positions(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[str, dict[str, Tensor]]:
+def read_positions(
+    leaves: Sequence[Leaf], cut: Cut | None, checkpoint: CheckpointReader
+) -> dict[str, dict[str, Tensor]]:
     """Module path -> feature -> position weights [positions], of position-weighted modules."""
     return {
-        leaf.path: {feature: checkpoint.read(key) for feature, (key, _) in leaf.position_weights.items()}
-        for leaf in leaves
-        if leaf.position_weights is not None
+        lookup.leaf.path: {feature: checkpoint.read(key) for feature, (key, _) in lookup.position_weights.items()}
+        for lookup in _lookups(leaves, cut)
+        if lookup.position_weights is not None
     }

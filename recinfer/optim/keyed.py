@@ -87,6 +87,10 @@ class KeyedOptimizer(Optimizer):
             ]
         return result
 
+    def own_state_names(self) -> set[str]:
+        """The names of parameters that no model has: they carry a state of the optimizer alone."""
+        return set()
+
     def _state_by_name(self) -> dict[str, Any]:
         state = self.state
         return {name: state[param] for name, param in self.params.items() if param in state}
@@ -247,6 +251,10 @@ class CombinedOptimizer(KeyedOptimizer):
         """``opt_key.name``, or ``name`` without a key."""
         return f"{opt_key}.{name}" if opt_key else name
 
+    def own_state_names(self) -> set[str]:
+        """The names of every part, with their prefixes."""
+        return {self.prepend_opt_key(name, prefix) for prefix, o in self._optims for name in o.own_state_names()}
+
     @property
     def params(self) -> Mapping[str, Tensor | ShardedTensor]:  # type: ignore[override]
         """All parameters by prefixed name."""
@@ -358,6 +366,10 @@ class OptimizerWrapper(KeyedOptimizer):
         """Load the wrapped optimizer's state."""
         self._optimizer.load_state_dict(state_dict)
         self.post_load_state_dict()
+
+    def own_state_names(self) -> set[str]:
+        """Those of the wrapped optimizer."""
+        return self._optimizer.own_state_names()
 
     def _optional_state(self, key: str) -> bool:
         return self._optimizer._optional_state(key)

@@ -26,7 +26,7 @@ class WarmupPolicy(Enum):
     NONE = "none"  # 1
     LINEAR = "linear"  # from value, at step 0, to 1, at max_iters
     CONSTANT = "constant"  # value
-    POLY = "poly"  # (1 - step / max_iters) ^ value
+    POLY = "poly"  # (1 - step / decay_iters) ^ value
     STEP = "step"  # value ^ (step // decay_iters)
     INVSQRT = "inv_sqrt"  # 1 / sqrt(step)
     COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"  # from 1 to value, each sgdr_period
@@ -42,7 +42,7 @@ class WarmupStage:
         max_iters: the last step of the stage, counted from the start of training.
         value: parameter of the policy.
         lr_scale: factor of every multiplier of the stage.
-        decay_iters: parameter of STEP; below 1 means 1.
+        decay_iters: parameter of STEP, where a number below 1 means 1, and of POLY, where it means ``max_iters``.
         sgdr_period: steps of a period of the cosine.
         start_interpolating_iters, end_value: parameters of INTERPOLATE.
     """
@@ -83,7 +83,7 @@ def _multiplier(stage: WarmupStage, step: int) -> float:
         case WarmupPolicy.CONSTANT:
             factor = stage.value
         case WarmupPolicy.POLY:
-            factor = max(0.0, 1.0 - step / stage.max_iters) ** stage.value
+            factor = max(0.0, 1.0 - step / stage.decay_iters) ** stage.value
         case WarmupPolicy.STEP:
             factor = stage.value ** (step // stage.decay_iters)
         case WarmupPolicy.INVSQRT:
@@ -155,6 +155,10 @@ class WarmupOptimizer(OptimizerWrapper):
     @state.setter
     def state(self, value: Any) -> None:
         """Not settable: the wrapped optimizer owns it."""
+
+    def own_state_names(self) -> set[str]:
+        """The name of the schedule's state, and those of the wrapped optimizer."""
+        return {self._param_name} | super().own_state_names()
 
     def _set_rate(self) -> None:
         step, stage = (int(n) for n in self._place)

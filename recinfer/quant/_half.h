@@ -39,7 +39,7 @@ static inline float from_half(uint32_t half) {
     uint32_t normal = (magnitude << 13) + 0x38000000u;
     uint32_t subnormal = to_bits(from_bits(magnitude + 0x3f000000u) - 0.5f); /* the mantissa counts units of 2**-24 */
     uint32_t bits = magnitude < 0x400u ? subnormal : normal;
-    return from_bits(sign | (magnitude < 0x7c00u ? bits : 0x7f800000u));
+    return from_bits(sign | (magnitude < 0x7c00u ? bits : magnitude << 13 | 0x7f800000u)); /* infinity, or a NaN */
 }
 
 #endif

@@ -41,10 +41,11 @@ INLINE static void prefetch_row(uintptr_t row, int64_t bytes) {
         __builtin_prefetch((const void *)(row + 2 * LINE));
 }
 
-/* `width` columns from `first` on of all bags of one feature in one piece, whose ids are rows of it. */
-INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t first, int64_t width, int64_t format,
-                             const Bags *bags, const Part *part, int64_t key, float *restrict sum, uint8_t *out,
-                             int64_t columns) {
+/* `width` columns from `first` on of all bags of one feature in one piece, whose ids are rows of it. `add`: add_columns, or
+   one like it. */
+INLINE static void pool_step(void (*add)(const uint8_t *, int64_t, int64_t, int64_t, float *restrict), const uint8_t *table,
+                             const Piece *piece, int64_t first, int64_t width, int64_t format, const Bags *bags,
+                             const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
     const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
     const int64_t begin = first ? byte_of(first, format) : 0, bytes = byte_of(first + width, format) - begin;
     int64_t at = part->starts[key];
@@ -55,24 +56,46 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t f
         for (; at < end; at++) {
             if (at + AHEAD < last)
                 prefetch_row((uintptr_t)(table + id_at(bags, at + AHEAD) * row_bytes + begin), bytes);
-            add_columns(table + id_at(bags, at) * row_bytes, first, width, format, sum);
+            add(table + id_at(bags, at) * row_bytes, first, width, format, sum);
         }
         if (piece->mean && count > 1) {
             const float inverse = 1.0f / (float)count;
             for (int64_t i = 0; i < width; i++)
                 sum[i] *= inverse;
         }
-        memcpy(out + 4 * (b * columns + first), sum, (size_t)width * sizeof *sum);
+        copy_floats(sum, width, out + 4 * (b * columns + first));
     }
 }
 
 #define POOL(FIRST, WIDTH, FORMAT, SUM) \
-    pool_step(table, piece, FIRST, WIDTH, FORMAT, bags, part, key, SUM, out, columns)
+    pool_step(add_columns, table, piece, FIRST, WIDTH, FORMAT, bags, part, key, SUM, out, columns)
 
 /* All columns. A function of its own, since it compiles to a loop for each format and width. */
-WIDE static void pool_piece(const uint8_t *table, const Piece *piece, const Bags *bags, const Part *part, int64_t key,
-                            uint8_t *out, int64_t columns) {
+WIDE static void pool_any(const uint8_t *table, const Piece *piece, const Bags *bags, const Part *part, int64_t key, uint8_t *out,
+                          int64_t columns) {
     BY_ROW(POOL, piece->width, piece->format)
+}
+
+#ifdef EIGHT_HALVES
+#define POOL_HALVES(FIRST, WIDTH, FORMAT, SUM) \
+    pool_step(add_halves, table, piece, FIRST, WIDTH, FORMAT, bags, part, key, SUM, out, columns)
+
+/* The same of FP16 rows, for machines that has_eight_halves. */
+EIGHT_HALVES static void pool_halves(const uint8_t *table, const Piece *piece, const Bags *bags, const Part *part, int64_t key,
+                                     uint8_t *out, int64_t columns) {
+    BY_COLUMNS(POOL_HALVES, piece->width, FP16_ROWS)
+}
+#endif
+
+static void pool_piece(const uint8_t *table, const Piece *piece, const Bags *bags, const Part *part, int64_t key, uint8_t *out,
+                       int64_t columns) {
+#ifdef EIGHT_HALVES
+    if (piece->format == FP16_ROWS && has_eight_halves()) {
+        pool_halves(table, piece, bags, part, key, out, columns);
+        return;
+    }
+#endif
+    pool_any(table, piece, bags, part, key, out, columns);
 }
 
 /* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
@@ -534,7 +557,7 @@ INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t fir
             for (int64_t i = 0; i < width; i++)
                 sum[i] *= inverse;
         }
-        memcpy(out + 4 * (b * columns + first), sum, (size_t)width * sizeof *sum);
+        copy_floats(sum, width, out + 4 * (b * columns + first));
     }
     return 1;
 }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.errors import CheckpointError
@@ -91,6 +97,63 @@ def test_state_dict_may_hold_parameters_and_metadata(tmp_path: Path) -> None:
     torch.save(dict(module.named_parameters()), tmp_path / "parameters.pt")
     assert torch.equal(CheckpointReader(tmp_path / "state.pt").read("0.weight"), module[0].weight)
     assert torch.equal(CheckpointReader(tmp_path / "parameters.pt").read("0.weight"), module[0].weight)
+
+
+def test_a_training_checkpoint_may_hold_other_objects(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    tagged = nn.Parameter(torch.ones(2))
+    tagged.tag = "of the optimizer"  # type: ignore[attr-defined]
+    saved = {
+        "state_dict": {**module.state_dict(), "tagged": tagged},
+        "args": argparse.Namespace(lr=0.1, names={"a", "b"}),
+        "best": np.float64(0.7),
+        "config": {"at": Path("x"), "device": torch.device("cpu"), "counts": defaultdict(int, a=1)},
+        "metrics": [{"sum": torch.ones(2)}],
+    }
+    torch.save(saved, tmp_path / "state.pt")
+    reader = CheckpointReader(tmp_path / "state.pt")
+    assert reader.keys() == ["bias", "tagged", "weight"]
+    assert torch.equal(reader.read("weight"), module.weight)
+    assert torch.equal(reader.read("tagged"), tagged)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(table: torch.Tensor, pieces: list[tuple[slice, slice]]) -> ShardedTensor:
+    """A sharded model's table, as DistributedModelParallel's state dict has it."""
+    starts = [[rows.start, columns.start] for rows, columns in pieces]
+    shards = [Shard.from_tensor_and_offsets(table[piece].clone(), at, rank=0) for piece, at in zip(pieces, starts)]
+    return ShardedTensor._init_from_local_shards(shards, *table.shape)
+
+
+def test_a_state_dict_of_a_model_sharded_on_one_rank(one_rank: None, tmp_path: Path) -> None:
+    table = torch.randn(10, 6)
+    rows, columns = [slice(0, 7), slice(7, 10)], [slice(0, 4), slice(4, 6)]
+    state = {
+        "whole.weight": sharded(table, [(slice(0, 10), slice(0, 6))]),
+        "by_row.weight": sharded(table, [(piece, slice(0, 6)) for piece in rows]),
+        "grid.weight": sharded(table, [(piece, column) for piece in rows for column in columns]),
+        "over.weight": torch.ones(2, 2),
+    }
+    torch.save({"model": state}, tmp_path / "state.pt")
+    reader = CheckpointReader(tmp_path / "state.pt")
+    assert reader.keys() == sorted(state)
+    for key in ("whole.weight", "by_row.weight", "grid.weight"):
+        assert torch.equal(reader.read(key), table), key
+        assert torch.equal(reader.read_rows(key, 5, 9), table[5:9]), key
+
+
+def test_one_ranks_part_of_a_table_is_refused(one_rank: None, tmp_path: Path) -> None:
+    part = sharded(torch.randn(10, 6), [(slice(0, 10), slice(0, 6))])
+    part._local_shards[0].metadata.shard_offsets[0] = 10  # of the second of two ranks
+    torch.save({"t.weight": part}, tmp_path / "rank1.pt")
+    with pytest.raises(CheckpointError, match=r"holds one rank's shards of t\.weight, not all of its 10 rows; save"):
+        CheckpointReader(tmp_path / "rank1.pt")
 
 
 @pytest.mark.parametrize(("key", "start", "stop"), [("plain", -1, 2), ("plain", 3, 2), ("plain", 0, 41), ("one", 1, 2)])

@@ -75,6 +75,13 @@ def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str]) -
     assert "pip install 'recinfer[onnx]'" in capsys.readouterr().err
 
 
+def test_a_file_where_a_folder_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("")
+    with pytest.raises(typer.Exit):
+        verb(lambda: (tmp_path / "text").mkdir(exist_ok=True))()
+    assert "text exists and is not a folder; choose another path" in capsys.readouterr().err
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     def fail() -> None:
         raise ModuleNotFoundError("No module named 'recinfer.nothing'", name="recinfer.nothing")

@@ -106,6 +106,27 @@ def test_an_error_is_one_line_on_stderr_and_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "--data", "text"), "expected none, or the format of its rows: 'criteo' or 'movielens'"),
+        (("train", "--plan", "folder", "--world-size", "2"), "Is a directory; expected a JSON file of `recinfer plan`"),
+        (("serve", "--model-store", "folder"), "model store folder has no archive that may be served at folder/MODEL"),
+        (("bench", "capacity", "gone", "--p99-ms", "10", "--trace", "gone"), "no trace 'gone'"),
+    ],
+)
+def test_a_slip_is_named_with_what_was_expected(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("text").write_text("hello")
+    more = ("--out", "out") if arguments[0] == "train" else ()
+    code, _, err = invoke(*arguments, *more)
+    assert code == 2
+    assert says in " ".join(err.split())
+
+
 def test_an_error_with_json_is_an_object_too(tmp_path: Path) -> None:
     code, out, err = invoke("inspect", tmp_path / "nothing.rqa", "--json")
     assert code == 2

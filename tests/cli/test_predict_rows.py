@@ -125,7 +125,7 @@ def test_a_context_applies_to_all_rows(target: str, predictor: Predictor, tmp_pa
     for text, says in (
         ("[1]", "got list, expected an object"),
         ('{"dense": [1]}', "the rows have them"),
-        ("{", "--context"),
+        ("{", "user.json: no JSON"),
     ):
         (tmp_path / "user.json").write_text(text)
         code, _, error = run(*options, "--context", tmp_path / "user.json")

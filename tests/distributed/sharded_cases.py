@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 
 from recinfer.distributed.comm_ops import get_gradient_division
 from recinfer.distributed.dist_data import KJTAllToAll
@@ -34,6 +36,7 @@ from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.types import (
     CommOp,
     EmbeddingModuleShardingPlan,
+    ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingPlan,
@@ -44,7 +47,17 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.parity.training_cases import Case, batch_of, check_state, close, module_plan, new_module, table_plan
+from tests.parity.training_cases import (
+    Case,
+    batch_of,
+    check_state,
+    close,
+    loss_weights,
+    module_plan,
+    new_module,
+    table_plan,
+    with_gradients,
+)
 
 SGD = {"optimizer": OptimType.SGD, "learning_rate": 0.5}
 
@@ -195,6 +208,21 @@ def weights_learn(rank: int, world: int, kind: str, batch: str) -> None:
     assert get_gradient_division()
 
 
+def weights_learn_on_a_host_without_tables(rank: int, world: int) -> None:
+    """Ranks of the first host look up nothing, and still get their weights' gradients from the second."""
+    tables = [EmbeddingBagConfig(7, 4, "t", feature_names=["f0"])]
+    module = EmbeddingBagCollection(tables, is_weighted=True)
+    plan = EmbeddingModuleShardingPlan({"t": table_plan(tables[0], "table_row_wise", world, world // 2, 1, "fused")})
+    sharded = EmbeddingBagCollectionSharder(SGD).shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
+    grads = []
+    for forward in (module, sharded):
+        weights = torch.ones(3, requires_grad=True)
+        ids = KeyedJaggedTensor(["f0"], torch.arange(rank, rank + 3), weights, lengths=torch.tensor([1, 2]))
+        (forward(ids).values() * (rank + 1)).sum().backward()
+        grads.append(weights.grad)
+    close(grads[1], grads[0], "gradient of the weights")
+
+
 def processors_learn(rank: int, world: int, kind: str, batch: str) -> None:
     """Position weights in front of sharded tables: outputs, their gradients and the tables are the unsharded ones'."""
     case = Case(kind, weighted=True, batch=batch)
@@ -206,7 +234,8 @@ def processors_learn(rank: int, world: int, kind: str, batch: str) -> None:
     reference = FeatureProcessedEmbeddingBagCollection(new_module(case), processors)
     module = FeatureProcessedEmbeddingBagCollection(new_module(case), copy.deepcopy(processors))
     plan = module_plan(module.embedding_bag_collection().embedding_bag_configs(), case, world, world)
-    module = FeatureProcessedEmbeddingBagCollectionSharder(SGD).shard(module, plan, env(), torch.device("cpu"))
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(SGD))
+    module = sharder.shard(module, plan, env(), torch.device("cpu"))
     assert list(module.state_dict()) == list(reference.state_dict())
     processor_names = {n for n, _ in module.named_parameters()} - set(module.sharded_parameter_names())
     assert processor_names == {f"_feature_processors.position_weights.f{i}" for i in range(6)}
@@ -337,7 +366,7 @@ def a_key_comes_twice(rank: int, world: int) -> None:
             (bags, EmbeddingBagCollectionSharder(SGD)),
             (rows, EmbeddingCollectionSharder(SGD)),
             (rows, EmbeddingCollectionSharder(SGD, use_index_dedup=True)),
-            (processed, FeatureProcessedEmbeddingBagCollectionSharder(SGD)),
+            (processed, FeatureProcessedEmbeddingBagCollectionSharder(fused_params=SGD)),
         ):
             cut = sharder.shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
             for _ in range(2):  # also after a good batch
@@ -413,3 +442,66 @@ def all_of(rank: int, world: int, calls: list[tuple[Any, tuple[Any, ...]]]) -> N
     """Runs several of these functions in one call, so that ranks are started once."""
     for function, args in calls:
         function(rank, world, *args)
+
+
+# --------------------------------------------------------------------------------------------------- kinds of plans
+
+
+def clipped_gradients_are_those_of_any_sharding(rank: int, world: int) -> None:
+    """gradient_clipping limits the gradients of the mean loss, also those of replicas and of the ids' weights."""
+    tables = {}
+    for kind in ("table_wise", "row_wise", "column_wise", "data_parallel"):
+        case = Case(kind, weighted=True, batch="uneven")
+        plan = module_plan(new_module(case).embedding_bag_configs(), case, world, world)
+        settings = SGD | {"gradient_clipping": True, "max_gradient": 0.3}
+        module = EmbeddingBagCollectionSharder(settings).shard(new_module(case), plan, env(), torch.device("cpu"))
+        features = with_gradients(batch_of(rank, 0, case))
+        out = module(features).values()
+        (out * loss_weights(rank, 0, out)).sum().backward()
+        tables[kind] = whole_tables(module) | {"gradient of the weights": features.weights().grad}
+    whole, reference = batch_of(rank, 0, case), new_module(case)
+    whole._weights = whole.weights().requires_grad_()
+    out = reference(whole).values()
+    limits = (loss_weights(rank, 0, out) / world).clamp(-0.3, 0.3) * world
+    (out * limits).sum().backward()
+    tables["unsharded"] = tables["table_wise"] | {"gradient of the weights": whole.weights().grad}
+    for kind, found in tables.items():
+        for key, table in tables["table_wise"].items():
+            close(found[key], table, f"{kind}: {key}")
+
+
+def unpooled_pieces(world: int, settings: dict[str, Any] = SGD) -> tuple[EmbeddingCollection, nn.Module]:
+    """A table, and the same in column pieces of 3, 2 and 2 columns on the first two ranks."""
+    torch.manual_seed(2)
+    module = EmbeddingCollection([EmbeddingConfig(7, 7, "t", feature_names=["f"])])
+    places = [(0, 3, 0), (3, 2, min(1, world - 1)), (5, 2, 0)]
+    spec = EnumerableShardingSpec([ShardMetadata([0, c], [7, w], f"rank:{r}/cpu") for c, w, r in places])
+    ranks = [r for _, _, r in places]
+    plan = EmbeddingModuleShardingPlan({"t": ParameterSharding("column_wise", "fused", ranks, spec)})
+    return module, EmbeddingCollectionSharder(settings).shard(module, plan, env(), torch.device("cpu"))
+
+
+def unpooled_pieces_of_several_widths_leave_a_rank_idle(rank: int, world: int) -> None:
+    """A rank without a piece takes part in the exchanges."""
+    module, sharded = unpooled_pieces(world)
+    ids = KeyedJaggedTensor(["f"], torch.arange(rank, rank + 3), lengths=torch.tensor([1, 2]))
+    close(sharded(ids)["f"].values(), module(ids)["f"].values(), "rows")
+
+
+def unpooled_pieces_of_several_widths_count_their_steps(rank: int, world: int) -> None:
+    """A table's pieces are in kernels by width; all of them go on with the loaded count of Adam's steps."""
+    settings = {"optimizer": OptimType.ADAM, "learning_rate": 0.5}
+    (_, one), (_, two) = unpooled_pieces(world, settings), unpooled_pieces(world, settings)
+    ids = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]))
+
+    def step(module: nn.Module) -> None:
+        out = module(ids)["f"].values()
+        (out * torch.arange(out.numel()).view(out.shape).sin()).sum().backward()
+
+    step(one)
+    two.load_state_dict(one.state_dict())
+    two.fused_optimizer.load_state_dict(one.fused_optimizer.state_dict())
+    step(one)
+    step(two)
+    for key, table in whole_tables(one).items():
+        close(whole_tables(two)[key], table, key)

@@ -26,6 +26,11 @@ CALLS = {
         for kind in ("table_wise", "column_wise", "row_wise", "data_parallel")
         for mode in ("sum", "mean")
     ],
+    "clipping": [(cases.clipped_gradients_are_those_of_any_sharding, ())],
+    "several widths": [
+        (cases.unpooled_pieces_of_several_widths_leave_a_rank_idle, ()),
+        (cases.unpooled_pieces_of_several_widths_count_their_steps, ()),
+    ],
     "codecs": [(cases.codecs_shrink, ())],
     "dedup": [(cases.dedup_by_default, ())],
     "repeated keys": [(cases.a_key_comes_twice, ())],
@@ -37,3 +42,7 @@ CALLS = {
 @pytest.mark.parametrize("what", list(CALLS))
 def test_on_ranks(what: str, world: int) -> None:
     run_ranks(world, cases.all_of, CALLS[what])
+
+
+def test_weights_learn_on_a_host_without_tables() -> None:
+    run_ranks(4, cases.weights_learn_on_a_host_without_tables, env={"LOCAL_WORLD_SIZE": "2"})

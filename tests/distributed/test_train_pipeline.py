@@ -215,6 +215,23 @@ def test_in_eval_mode_nothing_is_updated() -> None:
     assert run_ranks(2, evaluates) == [True, True]
 
 
+def calls_the_model(rank: int, world_size: int, kind: str) -> str:
+    dmp = sharded(rank, world_size)
+    pipeline = PIPELINES[kind](dmp, optimizer_of(dmp), CPU)
+    batches = batches_of(rank, world_size)
+    drain(pipeline, batches)
+    with pytest.raises(ConfigError) as raised:
+        dmp(batches[0])
+    pipeline.detach()
+    dmp(batches[0])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["sparse_dist", "prefetch"])
+def test_a_model_in_a_pipeline_is_not_called_directly(kind: str) -> None:
+    assert "with progress(), or call the pipeline's detach()" in run_ranks(1, calls_the_model, kind)[0]
+
+
 def switches(rank: int, world_size: int, kind: str) -> Any:
     """Losses of five batches without a switch, and with attempts to evaluate in their middle; what was refused."""
     found, refused = [], []

@@ -52,6 +52,16 @@ def test_cosine_and_constant() -> None:
     assert rates[10] == pytest.approx(0.3)
 
 
+def test_a_polynomial_decays_over_its_own_steps() -> None:
+    stages = [WarmupStage(WarmupPolicy.POLY, max_iters=6, value=2.0, decay_iters=4)]
+    optimizer = WarmupOptimizer(sgd(), stages, lr=1.0)
+    rates = []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+    assert rates == pytest.approx([1, 9 / 16, 1 / 4, 1 / 16, 0, 0, 0, 1])
+
+
 def test_a_schedule_goes_on_after_loading() -> None:
     first, second = WarmupOptimizer(sgd(), STAGES), WarmupOptimizer(sgd(), STAGES)
     for optimizer in (first, second):

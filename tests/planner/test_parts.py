@@ -447,6 +447,14 @@ def test_a_hardware_profile_of_other_types_is_refused(change: dict[str, Any]) ->
         HardwareProfile.from_json(json.dumps({**data, **change}))
 
 
+def test_an_error_of_a_hardware_profile_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "recinfer.plan/1"}')
+    with pytest.raises(ConfigError, match=r"plan\.json: not a hardware profile"):
+        HardwareProfile.load(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="Is a directory; expected a file of `recinfer calibrate`"):
+        HardwareProfile.load(tmp_path)
+
+
 def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
     profile = hardware_of(bag_ns=5.0, far_ns=40.0)
     profile.save(tmp_path / "hw.json")

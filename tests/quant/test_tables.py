@@ -219,3 +219,15 @@ def test_places_outside_the_tables_are_refused() -> None:
     read_only.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
         case.pool(into=read_only)
+
+
+def test_every_half_has_its_value_in_whole_vectors_and_behind_them() -> None:
+    halves = torch.arange(65540, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 20)
+    count = len(halves)
+    data = np.ones(count, np.int32).tobytes() + np.arange(count, dtype=np.int64).tobytes()
+    piece = np.array([(0, count, 40, 20, row_format(DataType.FP16).code, 0)], np.int64)
+    into = np.empty((count, 20), np.float32)
+    bags = BagPlaces(0, 4 * count, count, True, 1, count)
+    step = np.zeros((1, 3), np.int64)
+    assert tables.pool(halves.view(torch.uint8).numpy(), piece, step, data, bags, 20, into) is True
+    np.testing.assert_array_equal(into, halves.float().numpy())  # a NaN equals a NaN

@@ -243,11 +243,38 @@ def test_a_client_prints_its_target():
         assert repr(client) == "<InferenceClient of 127.0.0.1:1>"
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.1:8501", "grpc://localhost:8500", "8500", "", None])
+WRONG_TARGETS = ["http://127.0.0.1:8501", "grpc://localhost:8500", "8500", "", None]
+# gRPC connects to port 443 of a target without a port.
+WITHOUT_A_PORT = ["localhost", "ranker.example", "10.0.0.1", "localhost:", "[::1]", "::1", "::1:8500", "dns:///ranker"]
+
+
+@pytest.mark.parametrize("target", [*WRONG_TARGETS, *WITHOUT_A_PORT])
 def test_a_target_is_a_host_and_a_port(target: Any):
-    for make in (InferenceClient, AsyncInferenceClient, AdminClient):
+    def torchserve(target: Any) -> TorchServeClient:
+        return TorchServeClient(target, "tiny")
+
+    for make in (InferenceClient, AsyncInferenceClient, AdminClient, torchserve):
         with pytest.raises(InputError, match=r"target: got .*, expected HOST:PORT of the server's gRPC port"):
             make(target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "localhost:8500",
+        "[::1]:8500",
+        "a_b.example:1",
+        "dns:ranker:8500",
+        "dns:///ranker:8500",
+        "dns://8.8.8.8/ranker:8500",
+        "unix:server.sock",
+        "unix:///run/server.sock",
+        "unix-abstract:name",
+        "ipv4:10.0.0.1:8500,10.0.0.2:8500",
+    ],
+)
+def test_all_forms_of_grpcs_addresses_are_targets(target: str):
+    InferenceClient(target).close()
 
 
 def test_a_client_of_the_http_port_is_told_so(predictor: Predictor):

@@ -438,7 +438,7 @@ def test_a_silent_http_connection_is_closed():
         for data in (b"", b"GET / HTTP/1.1\r\nHost:", whole + b"GET / HT"):
             until_closed(site.port, data)
     finally:
-        run_on_loop(site.stop())
+        run_on_loop(site.stop(1.0))
     # With a timeout for headers that also a machine that pauses does not exceed before it has read one.
     app = aiohttp.web.Application()
     app.router.add_get("/", answer)
@@ -447,7 +447,7 @@ def test_a_silent_http_connection_is_closed():
     try:
         assert until_closed(site.port, whole).endswith(b"here")
     finally:
-        run_on_loop(site.stop())
+        run_on_loop(site.stop(1.0))
 
 
 def test_an_http_connection_is_kept_for_the_next_request():
@@ -469,7 +469,7 @@ def test_an_http_connection_is_kept_for_the_next_request():
                 assert connection.getresponse().read() == b"here"
                 assert connection.sock is not None and connection.sock.getsockname() == own
     finally:
-        run_on_loop(site.stop())
+        run_on_loop(site.stop(1.0))
 
 
 def until_closed(port: int, data: bytes) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import urllib.request
 from dataclasses import fields
@@ -41,6 +45,7 @@ from recinfer.serving.config import (
     TablesConfig,
 )
 from recinfer.serving.wire.limits import BatchConfig
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.workers import process
 from tests.ports import free_port
 from tests.serving.conftest import make_request
@@ -122,6 +127,52 @@ def test_a_server_of_another_thread_is_gone_after_an_exception(
     thread.start()
     thread.join(120)
     assert targets and not is_open(targets[0])
+
+
+def test_a_server_that_nothing_refers_to_stops(archive: Path, tmp_path: Path):
+    unix_socket = tmp_path / "server.sock"
+    server = recinfer.serve(ServeConfig((archive,), AddressConfig(unix_socket=unix_socket)))
+    target = server.target
+    assert unix_socket.exists()
+    with pytest.warns(ResourceWarning, match=f"unclosed <server of tiny 3: gRPC {target}>; .* stop"):
+        del server
+    assert not is_open(target)
+    assert not unix_socket.exists()
+
+
+def test_a_server_of_a_reference_cycle_stops_on_any_thread(archive: Path):
+    server = recinfer.serve(archive)
+    target, cycle = server.target, [server]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del server, cycle
+
+    async def collect() -> None:
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="unclosed <server of tiny 3"):
+        run_on_loop(collect())  # the thread that the end of a server needs
+    until(lambda: not is_open(target))
+
+
+def test_servers_stop_with_the_program(archive: Path, tmp_path: Path):
+    unix_socket = tmp_path / "server.sock"
+    program = f"""
+        from pathlib import Path
+        import recinfer
+        from recinfer.serving.config import AddressConfig, RoleConfig, ServeConfig
+
+        address = AddressConfig(http_port=0, metrics_port=0, unix_socket=Path({str(unix_socket)!r}))
+        server = recinfer.serve(ServeConfig(({str(archive)!r},), address))
+        shard = recinfer.serve(ServeConfig(({str(archive)!r},), role=RoleConfig(ranks=(0,))))
+        print("serves")
+    """
+    ran = subprocess.run(
+        [sys.executable, "-W", "default", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300
+    )
+    assert (ran.returncode, ran.stdout) == (0, "serves\n")
+    assert ran.stderr.count("ResourceWarning: unclosed <server of tiny 3") == 2
+    assert "Traceback" not in ran.stderr
+    assert not unix_socket.exists()
 
 
 def test_a_server_that_cannot_open_all_ports_opens_none(archive: Path):

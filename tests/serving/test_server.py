@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import http.client
+import json
 import logging
 import re
 import signal
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +37,7 @@ from tests.archive.models import copy_with_missing
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
 from tests.serving.stubs import inference_stub
+from tests.serving.v1 import columns_of
 from tests.waiting import until
 from tests.warm import Program, run_program
 
@@ -313,6 +317,31 @@ def test_stop_lets_running_requests_end_and_takes_no_new_ones(predictor: Predict
         assert answer.result(90).pooled.values().shape == (4000, 4 * DIM)
         stopped.result(90)
     server.stop()  # a second stop does nothing
+
+
+@pytest.mark.parametrize("drain_s, grace", [(6.0, None), (1000.0, 0.0)])
+def test_a_request_over_http_that_does_not_end_holds_no_stop_up(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, drain_s: float, grace: float | None
+):
+    """aiohttp waits twice for such a request, each time as long as it was told."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+    begun, go_on = slowly(predictor, monkeypatch)
+    server = Server({"tiny": predictor}, http_port=0, drain_s=drain_s).start()
+    body = json.dumps({"inputs": columns_of(make_request(0, 4000)[1])}).encode()
+    url = f"http://127.0.0.1:{server.http_port}/v1/models/tiny:lookup"
+
+    def ask() -> None:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(url, body, timeout=300)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        assert begun.wait(60)
+        try:
+            server.stop(grace)  # raises TimeoutError, some seconds after its grace period
+            asked.result(60)
+        finally:
+            go_on.set()
 
 
 def test_a_server_that_stops_waits_until_its_last_answers_are_taken(

@@ -1,20 +1,25 @@
-"""A user whose ids and other values have weights, once for all candidates, in each form of JSON as in Python."""
+"""A user whose ids and other values have weights, once for all candidates or in each row, in each form of JSON as in Python."""
 
 from __future__ import annotations
 
+import csv
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recinfer
 from recinfer import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
+from recinfer.serving.client.bulk import batch_of
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import json_codec
+from tests.e2e.commands import run_json
 from tests.serving.paths import decoded
 
 CANDIDATES = [[3], [7], [5]]
@@ -51,15 +56,74 @@ def arguments(samples: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, Jagge
     )
 
 
-def test_a_weighted_context_over_json(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """An archive of the model, and its outputs for the candidates."""
     torch.manual_seed(0)
     model = Ranker()
-    path = tmp_path / "m.rqa"
+    path = tmp_path_factory.mktemp("weighted") / "m.rqa"
     model.eval()
     recinfer.export(model, arguments(4), path, precision="fp32", user=["clicks", "prices"], progress=False)
     with torch.no_grad():
-        expected = pytest.approx(model(*arguments(3)).tolist(), abs=1e-6)
+        return path, model(*arguments(3)).tolist()
 
+
+def test_rows_carry_weights_of_other_inputs(ranker: tuple[Path, list[float]], tmp_path: Path) -> None:
+    path, outputs = ranker
+    expected = pytest.approx(outputs, abs=1e-6)
+    user = {"clicks": (CLICKS, CLICK_WEIGHTS), "prices": (PRICES, PRICE_WEIGHTS)}
+    rows = [{"item": item, **user} for item in CANDIDATES]
+    user_json = {
+        "clicks": {"ids": CLICKS, "weights": CLICK_WEIGHTS},
+        "prices": {"values": PRICES, "weights": PRICE_WEIGHTS},
+    }
+    files = {name: tmp_path / f"rows.{name}" for name in ("jsonl", "csv", "parquet")}
+    files["jsonl"].write_text("\n".join(json.dumps({"item": item, **user_json}) for item in CANDIDATES))
+    cells = {name: " ".join(f"{value}:{weight}" for value, weight in zip(*pair)) for name, pair in user.items()}
+    lines = [f"{item[0]},{cells['clicks']},{cells['prices']}" for item in CANDIDATES]
+    files["csv"].write_text("\n".join(["item,clicks,prices", *lines]))
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        del files["parquet"]
+    else:
+        columns = {
+            f"{name}{suffix}": [part] * 3 for name, pair in user.items() for suffix, part in zip(("", ".weights"), pair)
+        }
+        pyarrow.parquet.write_table(pyarrow.table({"item": CANDIDATES, **columns}), files["parquet"])
+    alone, context = tmp_path / "items.jsonl", tmp_path / "user.json"
+    alone.write_text("\n".join(json.dumps({"item": item}) for item in CANDIDATES))
+    context.write_text(json.dumps(user_json))
+
+    with recinfer.serve(path) as server, server.client(timeout=60) as client:
+
+        def scored(rows: list[dict[str, Any]]) -> list[Any]:
+            found = list(client.predict_many(rows, inputs=["prices"]))
+            return [row.error if row.outputs is None else row.outputs["output"].item() for row in found]
+
+        assert scored(rows) == expected
+        arrays = {name: tuple(map(np.array, pair)) for name, pair in user.items()}
+        assert scored([{"item": item, **arrays} for item in CANDIDATES]) == expected
+        for plain in ([1.0, 2.0], (1.0, 2.0)):  # a tuple of two numbers is no pair
+            (_, _, named) = batch_of([{"prices": plain}], inputs=["prices"])
+            assert named["prices"].values.tolist() == [[1.0, 2.0]]
+        ones = [1.0] * len(PRICES)
+        some = [rows[0] | {"prices": (PRICES, ones)}, rows[1] | {"prices": PRICES}, rows[2]]
+        assert scored(some) == scored([*some[:1], rows[1] | {"prices": (PRICES, ones)}, rows[2]])
+        (wrong, *others) = scored([rows[0] | {"prices": (PRICES, [1.0])}, *rows[1:]])
+        assert str(wrong) == "input 'prices': got 1 weights for 3 values, expected one for each"
+        assert others == pytest.approx(outputs[1:], abs=1e-6)
+        out = tmp_path / "out.csv"
+        for more in (*([file] for file in files.values()), [alone, "--context", context]):
+            run_json("predict", "--target", server.target, "--rows", *more, "--out", out)
+            with out.open() as file:
+                assert [float(row["output"]) for row in csv.DictReader(file)] == expected
+
+
+def test_a_weighted_context_over_json(ranker: tuple[Path, list[float]]) -> None:
+    path, outputs = ranker
+    expected = pytest.approx(outputs, abs=1e-6)
     weights = {"clicks": [CLICK_WEIGHTS], "prices": [PRICE_WEIGHTS]}
     once = {"features": {"item": CANDIDATES}, "context": {"clicks": [CLICKS], "prices": [PRICES]}, "weights": weights}
     each = {

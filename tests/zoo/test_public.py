@@ -138,14 +138,6 @@ def test_a_mask_between_the_users_part_and_the_candidates(tmp_path: Path) -> Non
     assert torch.allclose(found, pair, atol=1e-6)
 
 
-def test_plain_torch_tables_are_refused_by_what_to_do(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.EmbeddingBag(50, 8), nn.Linear(8, 1))
-    with pytest.raises(
-        ConfigError, match=r"Sequential has no embedding collection: .* Move large tables of nn.Embedding"
-    ):
-        recinfer.export(model, torch.zeros(4, 2, dtype=torch.int64), tmp_path / "plain.rqa")
-
-
 class ViewByLength(nn.Module):
     """The number of values of each sample is read from the first one, or is a number."""
 

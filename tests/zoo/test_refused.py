@@ -128,6 +128,10 @@ def ids_again(self, ids, dense, x):
     return x, ids
 
 
+def bags_again(self, ids, dense, x):
+    return self.ec(ids)
+
+
 def plain(self, ids, dense, x):
     return self.drop(x)
 
@@ -151,6 +155,7 @@ FORWARDS = [
     (sample_rows, r"in sample_rows: .* needs as many values in each sample of the example batch; pad them .*to_padded_dense\(N\)"),
     (nothing, "forward returns no tensor"),
     (complex_numbers, "returns complex numbers as 'waves'; return torch.view_as_real"),
+    (bags_again, r"returns a JaggedTensor as 'hist'; expected a tensor, .*\.to_padded_dense\(most\)"),
     (ids_again, "returns a KeyedJaggedTensor as 'output_1'; expected a tensor"),
 ]
 # fmt: on

@@ -27,6 +27,7 @@ from recinfer.modules.embedding_configs import DataType
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.archive.models import make_archive
 from tests.zoo import easyrec as e
+from tests.zoo import plain as p
 from tests.zoo import rankers as r
 from tests.zoo import sequences as s
 from tests.zoo.drawing import Draw
@@ -119,6 +120,13 @@ def check_weights(predictor: Predictor) -> None:
     assert not torch.equal(without, predictor.predict(None, ids)["output"])
 
 
+def check_pooled(predictor: Predictor) -> None:
+    """Tables of which each sample reads one row are pooled, so that requests are answered from their bytes."""
+    assert [module.kind for module in predictor.manifest.modules] == ["pooled"]
+    assert len(predictor.manifest.tables) == 6
+    assert predictor.lookups.byte_tables is not None
+
+
 # fmt: off
 KINDS = [
     # Pooled vectors, and inputs of all types
@@ -189,6 +197,17 @@ KINDS = [
         by_day=False,
     ),
     Kind(e.TwoTowers, user=("user", "age")),
+    # Tables of torch.nn.Embedding and EmbeddingBag
+    Kind(p.Fields, per_sample={"user": 1, "item": 1, "gender": 1}, int8=True, also=check_pooled),
+    Kind(
+        p.NextItem,
+        ("item_seq_len",),
+        per_sample={"item_seq": p.LENGTH, "item": 1},
+        user=("item_seq", "item_seq_len"),
+    ),
+    Kind(p.Columns, ("columns",), computed=("user", "fields")),
+    Kind(p.Bags, per_sample={"ids": p.LENGTH}),
+    Kind(p.PaddedToTheLongest, ("hist",), per_sample={"item": 1}, computed=("item'", "item''"), batches=2),
 ]
 # fmt: on
 
@@ -222,7 +241,7 @@ class Given:
 def request_of(manifest: Manifest, model: nn.Module, arguments: tuple[Any, ...], only: set[str] | None = None) -> Given:
     """The request that brings ``arguments``; of ``only`` these features."""
     assert manifest.signature is not None
-    reader, _ = _read_batch(model, arguments)
+    reader, _ = _read_batch(model, arguments, {i.path for i in manifest.signature.inputs if i.kind == "ids"})
     parts = {(found.path, found.part): found.tensor for found in reader.found}
     bags: dict[str, JaggedTensor] = {}
     inputs: dict[str, Any] = {}

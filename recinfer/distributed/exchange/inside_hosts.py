@@ -89,7 +89,7 @@ class HostPooledDist(ShardPooledDist):
         batches = ctx.batch_size_per_rank
         # Examples for the first rank of every host, then for the second ...: each local rank adds up its own.
         order = [r for place in range(self._local_size) for r in range(place, len(batches), self._local_size)]
-        parts = keep_in_graph(local_embs).split(batches)
+        parts = keep_in_graph(local_embs, ctx.weights).split(batches)
         by_place = torch.cat([parts[rank] for rank in order])
         of_place = [sum(batches[place :: self._local_size]) for place in range(self._local_size)]
         return _BetweenHosts(self._reduce(by_place, of_place), self, ctx)

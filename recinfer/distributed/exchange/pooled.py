@@ -93,8 +93,10 @@ class PooledContext(EmbeddingShardingContext):
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
-def keep_in_graph(local_embs: Tensor) -> Tensor:
-    """Let a rank without tables take part in the backward of the exchange."""
+def keep_in_graph(local_embs: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Let a rank without lookups take part in the backward of the exchange, and of the exchange of the ids' ``weights``."""
+    if weights is not None and local_embs.numel() == 0:
+        local_embs = local_embs + 0 * weights.sum()
     if torch.is_grad_enabled() and not local_embs.requires_grad:
         return local_embs.detach().requires_grad_()
     return local_embs
@@ -144,10 +146,7 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
             InputError: a variable batch without inverse indices.
         """
         ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
-        if ctx.weights is not None and local_embs.numel() == 0:
-            # A rank without lookups must still take part in the exchange of the weights' gradients.
-            local_embs = local_embs + 0 * ctx.weights.sum()
-        local_embs = keep_in_graph(local_embs)
+        local_embs = keep_in_graph(local_embs, ctx.weights)
         if ctx.variable_batch_per_feature:
             return self._variable_batch(local_embs, ctx)
         if self._fixed is None:

@@ -149,7 +149,11 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
 
     def _lengths_in_units(self, lengths: Tensor, ctx: SequenceShardingContext) -> Tensor:
         """Lengths, counted in units."""
-        batches = torch.tensor([sum(sizes) for sizes in self._slot_batches(ctx)], device=lengths.device)
+        batches = torch.tensor(
+            [sum(sizes) for sizes in self._slot_batches(ctx)],
+            dtype=torch.int64,  # also on a rank without a shard
+            device=lengths.device,
+        )
         units = torch.tensor(self._own_units, dtype=lengths.dtype, device=lengths.device)
         return lengths * torch.repeat_interleave(units, batches, output_size=lengths.numel())
 

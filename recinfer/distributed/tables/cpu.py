@@ -266,12 +266,18 @@ class TableGroup(nn.Module):
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor
     ) -> LookupGradient:
         """The lookup and its clipped gradient, joined with the lookups of other replicas if the table has replicas."""
-        if self.settings.gradient_clipping:
-            grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
-        call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
+        call = LookupGradient(indices, offsets, per_sample_weights, self.clipped(grad_output).contiguous())
         if self.replicas is None:
             return call
         return self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
+
+    def clipped(self, grad_output: Tensor) -> Tensor:
+        """``grad_output``, limited if the settings say so. The limit holds for the mean of the ranks' losses: gradients of
+        replicas are divided by the number of ranks later."""
+        if not self.settings.gradient_clipping:
+            return grad_output
+        limit = self.settings.max_gradient * (1 if self.replicas is None else self.replicas.pg.size())
+        return grad_output.clamp(-limit, limit)
 
     def _update_by_kernel(self, call: LookupGradient) -> None:
         settings, ops = self.settings, torch.ops.fbgemm
@@ -391,7 +397,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         indices, offsets, weights = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
+        grad_output = ctx.group.clipped(grad_output).contiguous()  # also for the weights, as in FBGEMM
         grad_weights = None
         if weights is not None and ctx.needs_input_grad[3]:  # before the update, which changes the rows read here
             grad_weights = ctx.group.per_sample_weight_gradient(grad_output, indices, offsets)

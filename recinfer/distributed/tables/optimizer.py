@@ -114,6 +114,12 @@ class GroupFusedOptimizer(FusedOptimizer):
             for piece in pieces:
                 by_table[piece.table.name].append(piece)
                 group_of.setdefault(piece.table.name, group)
+        counted = set(map(id, group_of.values()))
+        self._counted_elsewhere = [
+            (group, group_of[pieces[0].table.name])
+            for group, pieces in groups
+            if group.steps is not None and id(group) not in counted
+        ]
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
         for name, pieces in by_table.items():
@@ -141,7 +147,11 @@ class GroupFusedOptimizer(FusedOptimizer):
         return key.endswith(f".{_STEPS}")
 
     def post_load_state_dict(self) -> None:
-        """Apply loaded step counts to the groups."""
+        """Apply loaded step counts to the groups. The state has one count per table: that of its first group, which its
+        pieces of other widths share."""
+        for group, first in self._counted_elsewhere:
+            assert group.steps is not None and first.steps is not None
+            group.steps.copy_(first.steps)
         for group in self._groups:
             group.steps_loaded()
 

@@ -11,6 +11,7 @@ from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext, on_stream
 from recinfer.distributed.train_pipeline.tracing import ArgInfo
 from recinfer.distributed.types import ShardedModule
+from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["BaseForward", "KJTAllToAllForward", "PipelinedForward", "PrefetchPipelinedForward"]
@@ -51,6 +52,19 @@ class BaseForward:
         """Positions of the arguments in a batch."""
         return self._args
 
+    def _of_batch(self, started: dict[str, Any]) -> Any:
+        """Take what the pipeline has started for this module's batch.
+
+        Raises:
+            ConfigError: the pipeline has started nothing: the model was called directly.
+        """
+        if self._name not in started:
+            raise ConfigError(
+                f"module {self._name!r} belongs to a training pipeline, which sends its ids before the forward; run batches "
+                "with progress(), or call the pipeline's detach() before the model is called directly"
+            )
+        return started.pop(self._name)
+
     def _use_on_current_stream(self, *used: Any) -> None:
         """Let the current stream wait for ``stream`` and keep ``used`` alive on it."""
         if self._stream is None:
@@ -65,7 +79,7 @@ class PipelinedForward(BaseForward):
     """Waits for the ids of the current batch, which were sent during the previous one, and looks them up."""
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
-        request = self._context.input_dist_tensors_requests.pop(self._name)
+        request = self._of_batch(self._context.input_dist_tensors_requests)
         with on_stream(self._stream):
             data = request.wait()
         context = self._context.module_contexts.pop(self._name)
@@ -91,7 +105,7 @@ class PrefetchPipelinedForward(BaseForward):
         self._context: PrefetchTrainPipelineContext = context
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
-        data = self._context.module_input_post_prefetch.pop(self._name)
+        data = self._of_batch(self._context.module_input_post_prefetch)
         context = self._context.module_contexts_post_prefetch.pop(self._name)
         self._use_on_current_stream(data, context)
         return self._module.compute_and_output_dist(context, data)

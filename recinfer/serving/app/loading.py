@@ -62,8 +62,11 @@ def load_models(
     elif store is not None:
         models += _newest(store, models, choose, every=config.models.follows_store)
     if not models:
+        place = config.models.store
         raise ConfigError(
             "nothing to serve: give archive folders, or --model-store DIR with archives at DIR/MODEL/VERSION"
+            if place is None
+            else f"nothing to serve: model store {place} has no archive that may be served at {place}/MODEL/VERSION"
         )
     return models
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import warnings
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -12,22 +15,25 @@ from typing import TYPE_CHECKING, Any, Literal
 from recinfer.errors import ConfigError, InputError
 from recinfer.serving.app.remote_archives import with_local_archives
 from recinfer.serving.app.run import load_service
-from recinfer.serving.app.service import Ready, ReadyModels, Report
+from recinfer.serving.app.service import Ready, ReadyModels, Report, Service
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
 from recinfer.serving.wire.address import join_address
 from recinfer.serving.wire.loop import run_on_loop
 
 if TYPE_CHECKING:
+    from recinfer.remote.cache import CachedArchive
     from recinfer.serving.client.client import InferenceClient
 
 __all__ = ["RunningServer", "serve"]
 
+_UNCLOSED_S = 5.0  # for the end of a server that nobody stopped
 _log = logging.getLogger(__name__)
 
 
 class RunningServer:
     """A server in this process, or workers below it. Its constructor returns once requests are accepted; ``stop``, or the
-    end of a ``with`` block, ends it, also after an exception.
+    end of a ``with`` block, ends it, also after an exception. A server to which nothing refers, or that runs when the program
+    ends, ends too, without the grace period and with a ResourceWarning.
 
     Any thread may create one, also inside a running event loop. No signal handler is set.
 
@@ -54,9 +60,9 @@ class RunningServer:
             log_as_json()
         security = config.security.read()
         self._security = security
-        self._is_stopped = False
         self._service = load_service(config, security, report)
         self.ready: Ready = self._service.start()
+        self._end = weakref.finalize(self, _end_unclosed, self._shown(), self._service, self._cached, os.getpid())
 
     @property
     def target(self) -> str:
@@ -95,21 +101,20 @@ class RunningServer:
 
     def stop(self, grace: float | None = None) -> None:
         """Let running requests end for ``grace`` seconds (None: ``drain_seconds``), then close; once."""
-        if not self._is_stopped:
-            self._is_stopped = True
-            try:
-                self._service.stop(self.config.address.drain_seconds if grace is None else grace)
-            finally:
-                for archive in self._cached:
-                    archive.release()
+        if self._end.detach() is not None:
+            _stop(self._service, self._cached, self.config.address.drain_seconds if grace is None else grace)
 
     def __repr__(self) -> str:
+        return self._shown() if self._end.alive else f"<stopped server of {self._content}>"
+
+    @property
+    def _content(self) -> str:
         held = self.ready.serving if isinstance(self.ready, ReadyModels) else self.ready.held
-        content = ", ".join(held) or "no model"
-        if self._is_stopped:
-            return f"<stopped server of {content}>"
+        return ", ".join(held) or "no model"
+
+    def _shown(self) -> str:
         ports = {"gRPC": self.target, "REST": self.url, "metrics": self.metrics_url}
-        return f"<server of {content}: {', '.join(f'{name} {at}' for name, at in ports.items() if at)}>"
+        return f"<server of {self._content}: {', '.join(f'{name} {at}' for name, at in ports.items() if at)}>"
 
     def __enter__(self) -> RunningServer:
         return self
@@ -120,6 +125,26 @@ class RunningServer:
     def _url(self, port: int) -> str:
         secure = "s" if self.config.security.tls_cert is not None else ""
         return f"http{secure}://{join_address(self.ready.host, port)}"
+
+
+def _stop(service: Service, cached: list[CachedArchive], grace: float) -> None:
+    try:
+        service.stop(grace)
+    finally:
+        for archive in cached:
+            archive.release()
+
+
+def _end_unclosed(shown: str, service: Service, cached: list[CachedArchive], process: int) -> None:
+    """End a server that nobody stopped; called by any thread while it collects garbage, or at the end of the program."""
+    if os.getpid() != process:
+        return  # a fork, without the server's threads
+    # In a thread of its own: this one may be a thread that the end waits for.
+    thread = threading.Thread(target=_stop, args=(service, cached, 0.0), name="recinfer-end")
+    thread.start()
+    warnings.warn(f"unclosed {shown}; use a with block, or stop()", ResourceWarning, stacklevel=2)
+    if threading.current_thread() is threading.main_thread():
+        thread.join(_UNCLOSED_S)
 
 
 def serve(

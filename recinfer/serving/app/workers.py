@@ -23,13 +23,11 @@ from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.metrics_http import metrics_server
 from recinfer.serving.wire.address import hold_address
-from recinfer.serving.wire.loop import run_on_loop, start_on_loop
+from recinfer.serving.wire.loop import STOP_SLACK_S, run_on_loop, start_on_loop
 from recinfer.serving.workers.supervisor import Supervisor
 from recinfer.strict_json import build
 
 __all__ = ["WorkersService", "worker_command"]
-
-_METRICS_END_S = 5.0
 
 
 def worker_command(config: ServeConfig, *, debug: bool = False) -> list[str]:
@@ -147,7 +145,7 @@ class WorkersService:
         if self._follows is not None:
             self._follows.cancel()
         if self._metrics is not None:
-            run_on_loop(self._metrics.stop(), timeout=_METRICS_END_S)
+            run_on_loop(self._metrics.stop(), timeout=STOP_SLACK_S)
         if self._loop is not None:
             self._loop.stop()
         if self._http is not None:

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any
+
+import numpy as np
 
 from recinfer.columns import DENSE
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.specs import Outputs
-from recinfer.input_arrays import as_input
+from recinfer.input_arrays import InputArrays, as_input
 
 __all__ = ["ScoredRow", "batch_of", "score", "score_async"]
 
@@ -108,16 +110,34 @@ def batch_of(
             continue
         values = [row[name] for row in rows]
         if name in inputs:
-            named[name] = as_input(name, values)
-            continue
-        if not any(type(value) is tuple for value in values):
-            columns[name] = values
-            continue
-        pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in values]
-        ids = [_listed(bag) for bag, _ in pairs]
-        weights = [[1.0] * len(bag) if given is None else _listed(given) for bag, (_, given) in zip(ids, pairs)]
-        columns[name] = (ids, weights)
+            named[name] = (
+                _weighted_input(name, values) if any(map(_is_pair_of_lists, values)) else as_input(name, values)
+            )
+        else:
+            columns[name] = _weighted(values) if any(type(value) is tuple for value in values) else values
     return dense, columns, named
+
+
+def _weighted(column: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The ids or values of each row, and their weights: 1 in a row that is no pair."""
+    pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in column]
+    values = [_listed(bag) for bag, _ in pairs]
+    return values, [[1.0] * len(bag) if given is None else _listed(given) for bag, (_, given) in zip(values, pairs)]
+
+
+def _is_pair_of_lists(value: Any) -> bool:
+    """Whether a row of a named input has values and weights; a tuple of two numbers is a list of numbers."""
+    return type(value) is tuple and len(value) == 2 and all(hasattr(part, "__len__") for part in value)
+
+
+def _weighted_input(name: str, column: Sequence[Any]) -> InputArrays:
+    values, weights = _weighted(column)
+    lengths = list(map(len, values))
+    for length, given in zip(lengths, map(len, weights)):
+        if length != given:
+            raise InputError(f"input {name!r}: got {given} weights for {length} values, expected one for each")
+    flat, heavy = (list(chain.from_iterable(rows)) for rows in (values, weights))
+    return as_input(name, (flat, np.array(lengths, np.int32), heavy))
 
 
 def _check(concurrency: int, batch_size: int) -> None:

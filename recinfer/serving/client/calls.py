@@ -19,12 +19,15 @@ __all__ = ["channel_to", "check_target", "invoke", "security_of", "translated"]
 # Texts of gRPC's own refusals of a message or of metadata, which have the status code of a full server.
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
 _MESSAGE_SIZES = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
-_SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
+# The forms of gRPC's addresses; without a port, gRPC would take 443.
+_TARGET = re.compile(
+    r"(dns:(//[^/]*/)?)?(\[[0-9a-fA-F:.]+(%\w+)?\]|[^:/\[\]]+):[0-9]{1,5}|(unix|unix-abstract|vsock|ipv4|ipv6|xds):.+"
+)
 
 
 def check_target(target: str) -> None:
-    """Raise InputError for an address that gRPC would look up as the name of a host: a URL, or a port alone."""
-    if not isinstance(target, str) or not target or target.isdigit() or _SCHEME.match(target):
+    """Raise InputError for anything but a host with a port, or an address with one of gRPC's schemes."""
+    if not isinstance(target, str) or _TARGET.fullmatch(target) is None:
         raise InputError(
             f"target: got {target!r:.80}, expected HOST:PORT of the server's gRPC port, such as '127.0.0.1:8500' "
             "(TLS is set by tls_ca)"

@@ -216,9 +216,9 @@ class InferenceClient(_Client):
         A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
         under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. The
         numbers of a model that has a feature of this name stand under another key, which ``dense`` names. ``inputs``: the keys
-        that are other inputs of the model (``[i.name for i in client.get_model().named_inputs]``), each with a number or a list
-        of numbers. ``context``: of :meth:`predict`, for all rows. A RecinferError among ``rows`` is returned as that row's error. A refused row does not affect the others;
-        ``timeout``: seconds for each call.
+        that are other inputs of the model (``[i.name for i in client.get_model().named_inputs]``), each with a number, a list
+        of numbers, or a pair of a list and its weights. ``context``: of :meth:`predict`, for all rows. A RecinferError among
+        ``rows`` is returned as that row's error. A refused row does not affect the others; ``timeout``: seconds for each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
         ...     print(row.index, row.outputs["output"] if row.error is None else row.error)

@@ -15,7 +15,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import Embeddings, decode_embeddings, decode_outputs, torch_is_installed
-from recinfer.serving.client.calls import channel_to, invoke, security_of
+from recinfer.serving.client.calls import channel_to, check_target, invoke, security_of
 from recinfer.serving.client.retry import LONGEST_S
 from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.status import error_of
@@ -42,6 +42,7 @@ class TorchServeClient:
     """
 
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
+        check_target(target)
         self.target = target
         self.model = model
         self.version = version

@@ -177,7 +177,7 @@ class CoreServer:
         for task in tuple(self.tasks):
             task.cancel()
         if self.tasks:
-            await asyncio.wait(tuple(self.tasks))
+            await asyncio.wait(tuple(self.tasks), timeout=_CANCELLED_S)
 
     async def _wait_for_calls(self, over: asyncio.Event, seconds: float) -> None:
         """Wait until all calls of this server have ended. gRPC sometimes keeps a call that arrived just as the server began to

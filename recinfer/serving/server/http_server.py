@@ -152,7 +152,6 @@ class HttpServer:
         tls: the server's TLS context; None: plain HTTP.
         needs_certificate: requests need a client certificate, which ``tls`` has checked if there is one; open paths need none.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives to running requests.
         idle_s: seconds after which a connection without a request is closed; None: 75.
         cors: which pages of other origins may send requests.
         observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=..., served=..., trace=...) of every request.
@@ -171,7 +170,6 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         needs_certificate: bool = False,
         reuse_port: bool = False,
-        grace: float = 10.0,
         idle_s: float | None = None,
         cors: Cors | None = None,
         observe: _Observe = lambda call, code, seconds, **more: None,
@@ -185,7 +183,6 @@ class HttpServer:
         self._tls = tls
         self._needs_certificate = needs_certificate
         self._reuse_port = reuse_port
-        self._grace = grace
         self._idle_s = idle_s
         self._cors = cors or Cors()
         self._ids = RequestIds()
@@ -211,18 +208,17 @@ class HttpServer:
             self.port,
             tls=self._tls,
             reuse_port=self._reuse_port,
-            grace=self._grace,
             **({} if self._idle_s is None else {"idle_s": self._idle_s}),
             refused=self._unreadable,
         )
         await self._site.start()
         self.port = self._site.port
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float = 1.0) -> None:
         """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
         site, self._site = self._site, None
         if site is not None:
-            await site.stop()
+            await site.stop(grace)
 
     def _unreadable(self, status: int, why: str, headers: Mapping[str, str]) -> dict[str, str]:
         """Count and log a request that no route sees; returns headers of its answer."""

@@ -8,6 +8,7 @@ import logging
 import re
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,7 @@ _HEADER_S = 10.0
 _IDLE_S = 75.0
 _BACKLOG = 512
 _LINGER_S, _LOOK_S = 0.5, 0.02  # for connections between two requests at a stop
+_CANCELLED_S = 0.1  # for requests that have not ended by then
 MOST_HEAD_BYTES = 32 << 10
 """Largest size of the path with its query, and of each header's value: long cookies and tokens are 10 to 15 KB."""
 MOST_HEADS_BYTES = 4 * MOST_HEAD_BYTES
@@ -55,7 +57,6 @@ class HttpSite:
         port: TCP port; 0 takes a free port.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives to running requests.
         refused: called with HTTP status, reason and headers for a request that cannot be read, which no handler sees; returns
             the headers to answer with.
     """
@@ -68,7 +69,6 @@ class HttpSite:
         *,
         tls: ssl.SSLContext | None = None,
         reuse_port: bool = False,
-        grace: float = 1.0,
         header_s: float = _HEADER_S,
         idle_s: float = _IDLE_S,
         refused: Callable[[int, str, Mapping[str, str]], Mapping[str, str]] = lambda status, why, headers: {},
@@ -78,7 +78,6 @@ class HttpSite:
         self.port = port
         self._tls = tls
         self._reuse_port = reuse_port
-        self._grace = grace
         self._header_s = header_s
         self._idle_s = idle_s
         self._timers: dict[Any, asyncio.TimerHandle] = {}
@@ -100,7 +99,7 @@ class HttpSite:
             logger=_log,
             handle_signals=False,
             keepalive_timeout=self._idle_s,
-            shutdown_timeout=self._grace,
+            shutdown_timeout=_CANCELLED_S,
             handler_cancellation=True,  # a caller that disconnects frees its place in the queue
             auto_decompress=False,  # aiohttp would unpack bodies on the event loop, without a limit
             max_line_size=MOST_HEAD_BYTES,
@@ -150,11 +149,11 @@ class HttpSite:
                 backlog=_BACKLOG,
             )
         except (UnavailableError, OSError):
-            await self.stop()
+            await self.stop(0.0)
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float) -> None:
         """Accept no new connections, wait up to ``grace`` seconds for running requests, close.
 
         Answers say ``Connection: close`` from now on. A connection that is open between two requests stays open for a moment,
@@ -166,9 +165,15 @@ class HttpSite:
             listener.close()
         if self._runner is not None and self._runner.server is not None:
             loop = asyncio.get_running_loop()
-            end = loop.time() + min(self._grace, _LINGER_S)
-            while self._runner.server.connections and loop.time() < end:
+            server, now = self._runner.server, loop.time()
+            end = now + grace
+            while server.connections and loop.time() < min(end, now + _LINGER_S):
                 await asyncio.sleep(_LOOK_S)
+            server.pre_shutdown()
+            # aiohttp waits for the end of a request, and once more as long for that of a request that has not ended.
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(end):
+                    await server.shutdown(grace)
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()

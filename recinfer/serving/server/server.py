@@ -88,7 +88,7 @@ class Server:
         serving: whether health says SERVING once the server answers; see :meth:`set_serving`.
         unix_socket: gRPC listens on this Unix socket too, without TLS.
         cors_origins: origins whose pages may send requests over HTTP, see recinfer.serving.server.cors.
-        drain_s: seconds that :meth:`stop` gives to running requests by default, and always to those over HTTP.
+        drain_s: seconds that :meth:`stop` gives to running requests by default.
         idle_s: seconds after which a connection without a request is closed; None: 75 for HTTP, never for gRPC.
 
     Attributes:
@@ -289,7 +289,7 @@ class Server:
         await self._health.end()
         if self._socket_file is not None:
             self._socket_file.remove()
-        await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
+        await asyncio.gather(server.stop(grace), *([self._http.stop(grace)] if self._http is not None else []))
         if self._metrics is not None:
             await self._metrics.stop()
         self._dispatcher.close()
@@ -328,7 +328,6 @@ class Server:
             tls=security.tls_context(lets_probes_in=True),
             needs_certificate=security.client_ca is not None,
             reuse_port=self._share_port,
-            grace=self._drain_s,
             idle_s=self._idle_s,
             cors=Cors(self._cors_origins),
             observe=functools.partial(self.observer.answered, protocol="http"),

@@ -208,7 +208,10 @@ class ShardServer:
         while self._running and time.monotonic() < end:
             await asyncio.sleep(_NOTICED_S)
         if self._listener is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._listener.close)
+            closing = threading.Thread(target=self._listener.close)  # executors take no work at the end of the program
+            closing.start()
+            while closing.is_alive():
+                await asyncio.sleep(_NOTICED_S)
         await server.stop(min(grace, _NOTICED_S))
         if self._metrics is not None:
             await self._metrics.stop()

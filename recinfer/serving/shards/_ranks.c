@@ -441,7 +441,7 @@ static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const u
 
 INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, uint8_t *to) {
     if (!adds) {
-        memcpy(to, vector, (size_t)width * sizeof *vector);
+        copy_floats(vector, width, to);
         return;
     }
     for (int64_t i = 0; i < width; i++) {

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from recinfer.serving.wire.loop import new_loop
+from recinfer.serving.wire.loop import STOP_SLACK_S, new_loop
 
 __all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "keep_alive"]
 
@@ -28,11 +28,11 @@ MOST_BYTES = 2**32 - 1
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQ")
 _READ_BYTES = 256 << 10  # most bytes of one read: most messages come whole
-_STALLED_S = 30.0
 # A connection ends if less than 64 KiB of a message that has begun come within 10 s, since the message holds memory.
 _PROGRESS_BYTES, _PROGRESS_S, _GRACE_S = 64 << 10, 10.0, 0.5
-_STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
-# TCP detects a host that fails silently in three seconds, as gRPC's keepalive does.
+_FLUSH_S, _LOOK_S = 1.0, 0.01
+# TCP detects a host that fails silently in three seconds, as gRPC's keepalive does. Its user timeout also ends a connection
+# whose other end reads nothing for three seconds while bytes wait for it.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
 
 
@@ -89,9 +89,9 @@ class ShardsThread:
     def close(self) -> None:
         """Close all connections after flushing their send buffers, then end the thread. Call on any other thread."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(_STOP_S)
+            asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(STOP_SLACK_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(_STOP_S)
+            self._thread.join(STOP_SLACK_S)
 
     def _run(self) -> None:
         self.loop.run_forever()
@@ -135,7 +135,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self.why = ""
         self._transport: Any = None
         self._sent = 0
-        self._stalls: asyncio.TimerHandle | None = None
         self._head = b""  # received bytes of an incomplete head
         self._message: bytearray | None = None  # an incomplete message, its number, and its received bytes
         self._number = self._got = 0
@@ -180,9 +179,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
             return
         self._transport.writelines((_HEAD.pack(len(message), number), message))
         self._sent += _HEAD.size + len(message)
-        if self._stalls is None:
-            taken = self._sent - self._transport.get_write_buffer_size()
-            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, taken)
 
     def end(self, why: str) -> None:
         """End the connection at once."""
@@ -194,14 +190,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """Close the connection after flushing the send buffer."""
         self.why = self.why or why
         self._transport.close()
-
-    def _look_if_stalled(self, taken_before: int) -> None:
-        self._stalls = None
-        if waiting := self._transport.get_write_buffer_size():
-            if self._sent - waiting == taken_before:
-                self.end(f"the other end has read nothing for {_STALLED_S:g} s")
-                return
-            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, self._sent - waiting)
 
     def _look_at_progress(self, has_waited: bool = False) -> None:
         """End a connection whose message makes no progress. ``has_waited``: there was none at the last look either, a moment
@@ -236,9 +224,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """See asyncio.BaseProtocol."""
         self.why = self.why or (str(error) if error else "the other end closed it")
         self.thread.connections.discard(self)
-        for timer in (self._stalls, self._progress):
-            if timer is not None:
-                timer.cancel()
+        if self._progress is not None:
+            self._progress.cancel()
         self._message = None
         self.lost()
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 __all__ = ["STOP_SLACK_S", "new_loop", "off_loop", "run_on_loop", "run_start", "start_on_loop"]
 
-STOP_SLACK_S = 5.0
-"""Seconds that a server's stop may take beyond its grace period."""
+STOP_SLACK_S = 30.0
+"""Seconds that a server's stop may take beyond its grace period. Its waits for watchers, cancelled calls and connections end
+after ten; the rest is for a machine whose cores other processes keep busy."""
 
 T = TypeVar("T")
 _INLINE_BYTES = 32 << 10  # a longer message is converted in a thread, so that the event loop stays free

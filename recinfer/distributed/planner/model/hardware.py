@@ -171,10 +171,12 @@ class HardwareProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:
-        """Read the JSON; raises NotFoundError when there is no such file."""
+        """Read the JSON; raises ConfigError, or NotFoundError when there is no such file."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_bytes())
         except FileNotFoundError:
             raise NotFoundError(f"no hardware profile {str(path)!r}; write one with recinfer calibrate") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"cannot read the hardware profile {str(path)!r}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; expected a file of `recinfer calibrate`") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None

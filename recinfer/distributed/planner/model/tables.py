@@ -152,9 +152,8 @@ def inference_tables(
             tables.append(facts)
     if not tables:
         raise ConfigError(
-            f"{type(model).__name__} has no embedding collection: expected a module with embedding_bag_configs() or "
-            "embedding_configs(). Move large tables of nn.Embedding and nn.EmbeddingBag into an EmbeddingCollection or "
-            "EmbeddingBagCollection; the rest of the model stays as it is"
+            f"{type(model).__name__} has no tables: expected an EmbeddingBagCollection or EmbeddingCollection, or a "
+            "torch.nn.Embedding or EmbeddingBag without max_norm"
         )
     full_names = {f"{t.module_path}.{t.name}" if t.module_path else t.name for t in tables}
     names = {t.name for t in tables}

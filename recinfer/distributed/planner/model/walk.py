@@ -12,6 +12,7 @@ from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 from recinfer.module_tree import outermost_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.modules.plain_tables import plain_collection
 from recinfer.modules.remapping import PRUNING, has_no_rows, remapping
 
 __all__ = ["embedding_tables", "sharded_modules"]
@@ -23,7 +24,8 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
     not searched. The path of the model itself is ``""``. A module with several names appears once, under the first.
     A module that changes ids in front of a collection has no tables: the collection behind it is found. A collection without
-    tables, which a configuration may leave in a model, is left out.
+    tables, which a configuration may leave in a model, is left out. Of a model without collections: its torch.nn.Embedding and
+    EmbeddingBag (:func:`recinfer.capture.plain_tables`).
 
     Raises:
         ConfigError: a module of in-table pruning.
@@ -32,12 +34,16 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     def wanted(module: nn.Module) -> bool:
         return _configs(module) is not None or remapping(module) == PRUNING
 
+    collections = False
     for path, module in outermost_modules(model, wanted):
         if remapping(module) == PRUNING:
             _refuse_remapping(path, module)
         configs = _configs(module)
         if configs is not None and configs[0] and not has_no_rows(module):
+            collections = True
             yield path, module, *configs
+    if not collections:
+        yield from plain_collection(model)
 
 
 def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,14 @@ from recinfer.excerpts import some
 from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.modules.plain_tables import is_plain
 from recinfer.printed import Printed
 from recinfer.strict_json import build, loads, raising_config_error
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits"]
+__all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits", "of_tables"]
 
 PLAN_FORMAT = "recinfer.plan/1"
 MAX_RANKS = 1 << 16  # an archive has a file per rank, so a wrong number would fill the disk and the memory
@@ -192,12 +194,11 @@ class Plan(Printed):
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise NotFoundError(f"no plan file {str(path)!r}") from None
-        except UnicodeDecodeError:
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
             raise ConfigError(
-                f"cannot read the plan {str(path)!r}: it is no text; expected a JSON file of `recinfer plan`"
+                f"cannot read the plan {str(path)!r}: {reason}; expected a JSON file of `recinfer plan`"
             ) from None
-        except OSError as error:
-            raise ConfigError(f"cannot read the plan {str(path)!r}: {error}") from None
         try:
             return cls.from_json(text)
         except ConfigError as error:
@@ -213,7 +214,8 @@ class Plan(Printed):
         raise NotFoundError(f"table {name!r} of module {module!r} is not in the plan of {len(self.tables)} tables")
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes."""
+        """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes; of a model without embedding
+        collections: unless it has some of them, see :func:`of_tables`."""
         if found := misfits(self, model):
             raise ConfigError(f"the plan does not fit the model: {found}; plan this model again")
 
@@ -297,10 +299,23 @@ class Plan(Printed):
         return cls(world_size, compute_device, tuple(tables), {}, local_world_size)
 
 
+def of_tables(plan: Plan, tables: AbstractSet[tuple[str, str]]) -> Plan:
+    """``plan`` of these tables (module path, table) alone; raises ConfigError if one is not planned."""
+    missing = sorted(tables - {(table.module, table.table) for table in plan.tables})
+    if missing:
+        raise ConfigError(f"the plan lacks {some([*map(_dotted, missing)], 10)}; plan this model again")
+    kept = tuple(table for table in plan.tables if (table.module, table.table) in tables)
+    return plan if len(kept) == len(plan.tables) else replace(plan, tables=kept)
+
+
 def misfits(plan: Plan, model: nn.Module) -> str:
     """The differences between the tables of ``model`` and of ``plan``, as text; empty if names and shapes are equal."""
-    have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
+    found = list(embedding_tables(model))
+    have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in found for c in cs}
     planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in plan.tables}
+    if any(is_plain(module) for _, module, _, _ in found) and have.keys() & planned.keys():
+        both = have.keys() & planned.keys()  # export leaves the others in the dense part
+        have, planned = ({key: shapes[key] for key in both} for shapes in (have, planned))
     problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
     problems += [f"{_dotted(k)} of the plan is not in the model" for k in sorted(planned.keys() - have.keys())]
     for key in sorted(have.keys() & planned.keys()):

@@ -32,7 +32,6 @@ _PAGE = {
 
 # The memory budget of the pages is apart from the server's: a server that is full still shows its figures.
 _BUDGET_BYTES = 64 << 20
-_GRACE_S = 1.0
 _SPACING_S, _POINTS = 5.0, 121  # ten minutes
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         allows=security.allows,
         tls=security.tls_context(lets_probes_in=True),
         needs_certificate=security.client_ca is not None,
-        grace=_GRACE_S,
     )
 
 
@@ -123,10 +121,10 @@ class MetricsServer(HttpServer):
         await super().start()
         self._history.start()
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float = 1.0) -> None:
         """See HttpServer."""
         self._history.stop()
-        await super().stop()
+        await super().stop(grace)
 
 
 class _Pages:
