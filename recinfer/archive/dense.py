@@ -227,7 +227,10 @@ class OnnxEngine:
         # A serving thread that waits must not burn the core that another one needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            # The fallback prints to stdout, where a command writes its JSON, and loads the program a second time.
+            self._session = onnxruntime.InferenceSession(
+                model, options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
         except Exception as error:  # onnxruntime's exception types are not public
             raise ArchiveError(f"model.onnx does not load: {str(error)[:300]}", rule="D3") from None
         have = [i.name for i in self._session.get_inputs()], [o.name for o in self._session.get_outputs()]

@@ -13,7 +13,7 @@ from recinfer.archive.dense import OnnxEngine, TorchEngine, export_part, open_de
 from recinfer.archive.leaves import find_leaves
 from recinfer.archive.program import check_program
 from recinfer.archive.reader import Archive
-from recinfer.errors import ConfigError
+from recinfer.errors import ArchiveError, ConfigError
 from tests.archive.models import Everything, Ranker
 
 
@@ -118,6 +118,18 @@ def test_inputs_that_onnx_drops_are_left_out() -> None:
     torch.testing.assert_close(
         onnx, TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))([dense, pooled])[0]
     )
+
+
+def test_a_damaged_program_leaves_stdout_alone(
+    small: tuple[nn.Module, Archive], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Commands write JSON there; onnxruntime's error is no UTF-8 here, on which its Python wrapper printed to stdout."""
+    model = (small[1].root / "dense/model.onnx").read_bytes()
+    damaged = model.replace(b"Relu", b"Re\xff\x80")
+    assert damaged != model
+    with pytest.raises(ArchiveError, match=r"\[D3\] model.onnx does not load"):
+        OnnxEngine(damaged, ["dense", "pooled"], ["output"], 1)
+    assert capfd.readouterr().out == ""
 
 
 def test_running_products_run_on_onnx() -> None:
