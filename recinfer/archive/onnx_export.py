@@ -84,7 +84,17 @@ def _registry() -> Any:
     registry = ONNXRegistry.from_torchlib(opset_version=OPSET)
     for target, name in _FORMS.items():
         registry.register_op(target, registry.functions[name][0].onnx_function)
+    registry.register_op(torch.ops.aten.masked_select.default, _masked_select)
     return registry
+
+
+def _masked_select(self: Any, mask: Any) -> Any:
+    """The ONNX form of ``masked_select``, of which the exporter has none."""
+    from onnxscript import opset18 as op
+
+    values = op.Expand(self, op.Shape(mask))
+    wanted = op.Expand(mask, op.Shape(values))
+    return op.Compress(values, op.Reshape(wanted, op.Constant(value_ints=[-1])))
 
 
 _FORMS = {

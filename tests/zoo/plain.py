@@ -23,6 +23,7 @@ class Fields(nn.Module):
         rows = {"user": ROWS, "item": ROWS, "gender": 3}
         self.fields = nn.ModuleDict({name: nn.Embedding(number, DIM) for name, number in rows.items()})
         self.weights = nn.ModuleDict({name: nn.Embedding(number, 1) for name, number in rows.items()})
+        self.register_buffer("upper", torch.triu(torch.ones(3, 3), 1).bool())
         self.deep = nn.Sequential(nn.Linear(3 * DIM + 2, 8), nn.ReLU(), nn.Linear(8, 1))
 
     @staticmethod
@@ -33,7 +34,8 @@ class Fields(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         inputs = inputs | {"gender": inputs["gender"].long()}  # loaders of files have ids as floats
         fields = torch.stack([table(inputs[name]) for name, table in self.fields.items()], 1)
-        pairs = 0.5 * (fields.sum(1).pow(2) - fields.pow(2).sum(1)).sum(1, keepdim=True)
+        products = torch.masked_select(fields @ fields.transpose(1, 2), self.upper)
+        pairs = products.view(-1, 3).sum(1, keepdim=True)
         first = torch.cat([table(inputs[name]) for name, table in self.weights.items()], 1).sum(1, keepdim=True)
         return torch.sigmoid(pairs + first + self.deep(torch.cat([fields.flatten(1), inputs["price"]], 1))).squeeze(1)
 
