@@ -277,7 +277,7 @@ def test_explains_when_all_together_are_too_large() -> None:
 
 
 def test_error_when_there_is_nothing_to_plan() -> None:
-    with pytest.raises(ConfigError, match="no embedding collection"):
+    with pytest.raises(ConfigError, match="Linear has no tables"):
         plan_inference(torch.nn.Linear(2, 2), world_size=1)
     with pytest.raises(ConfigError, match=r"constraints name tables \['other'\]"):
         plan_inference(model([(10, 8)]), world_size=1, constraints={"other": ParameterConstraints()})
