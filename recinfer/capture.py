@@ -188,6 +188,8 @@ def saved(program: ExportedProgram) -> bytes:
     """``program`` as a file of ``torch.export.save``, without example inputs, source locations and guards."""
     program._example_inputs = None
     program._guards_code = []
+    # Torch's run over all operators of the loaded program raises for the sizes of a product, as 3*s0.
+    program._range_constraints = {s: sizes for s, sizes in program.range_constraints.items() if str(s).isidentifier()}
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
@@ -548,6 +550,9 @@ for _schema, _shape_of in _OPERATORS.items():
     if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
         _LIBRARY.define(_schema)
         torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
+for _lookup in (torch.ops.recinfer.pooled, torch.ops.recinfer.rows):
+    # A lookup stays where forward leaves its vectors unused: requests hold the ids from which forward computes those of the table.
+    torch.fx.node.has_side_effect(_lookup.default)
 
 
 @dataclass(frozen=True)
@@ -1042,6 +1047,20 @@ def _cdist(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return cdist
 
 
+def _take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``take_along_dim`` that does not fix the number of samples, where only ``dim`` may differ."""
+
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+        if dim is None or input.dim() != indices.dim():
+            return original(input, indices, dim)
+        sizes = [[str(size) for size in tensor.shape] for tensor in (input, indices)]
+        for each in sizes:
+            each[dim] = ""
+        return input.gather(dim, indices) if sizes[0] == sizes[1] else original(input, indices, dim)
+
+    return take_along_dim
+
+
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``batch_norm`` that does not ask whether a tensor is empty, where its size is a number read from a tensor."""
 
@@ -1157,7 +1176,7 @@ class _Reader:
 
     def _matrix(self, value: Tensor, path: str, name: str) -> Builder:
         """A matrix of ids, of which each sample has as many, as a jagged input."""
-        bag = self._bag(value.reshape(-1), torch.full((len(value),), value[0].numel()), None, path, name)
+        bag = self._bag(value.reshape(-1).long(), torch.full((len(value),), value[0].numel()), None, path, name)
 
         def build(tensors: Sequence[Tensor]) -> Tensor:
             ids, lengths, _ = bag(tensors)
@@ -1447,6 +1466,13 @@ def _values_of_weights(examples: Sequence[_Example]) -> dict[int, int]:
     return {index: values[e.path] for index, e in enumerate(examples) if e.part == "weights"}
 
 
+def _are_whole(tensor: Tensor) -> bool:
+    """Whether the numbers may be ids: data loaders have columns of ids as floats too."""
+    if tensor.is_floating_point():
+        return bool((tensor == tensor.trunc()).all())
+    return tensor.dtype in (torch.int64, torch.int32)
+
+
 class _Whole(nn.Module):
     """A model as a function of tensors, with named float32 outputs."""
 
@@ -1466,7 +1492,7 @@ class _Whole(nn.Module):
         self._numbers = {  # tensors that may be ids
             index: example.path
             for index, example in enumerate(examples)
-            if example.batched and example.free == (0,) and example.tensor.dtype in (torch.int64, torch.int32)
+            if example.batched and example.free == (0,) and _are_whole(example.tensor)
         }
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}
@@ -1748,6 +1774,7 @@ def _traced(
     slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    _split_joined_lengths(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
     program.graph_module.graph.eliminate_dead_code()
     _state_sizes(program)
@@ -1762,6 +1789,36 @@ def _traced(
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )
+
+
+def _split_joined_lengths(program: ExportedProgram) -> None:
+    """Replace a row of ``cat(parts).view(len(parts), -1)`` by its part, where all parts have as many numbers.
+
+    The lengths of a KeyedJaggedTensor that forward makes of several are joined and cut so; else each row, as the number of
+    candidates, would seem to depend on the lengths of all features.
+    """
+    aten = torch.ops.aten
+    for node in program.graph.find_nodes(op="call_function", target=aten.select.int):
+        given: tuple[Any, ...] = node.args
+        rows, axis, index = given
+        if axis != 0 or rows.target not in (aten.view.default, aten.reshape.default):
+            continue
+        parts = _joined(rows.args[0])
+        shapes = {str(part.meta["val"].shape) for part in parts}
+        kinds = {part.meta["val"].dtype for part in parts}
+        if (
+            len(parts) == rows.meta["val"].shape[0]
+            and len(shapes) == len(kinds) == 1
+            and parts[0].meta["val"].dim() == 1
+        ):
+            node.replace_all_uses_with(parts[index])
+
+
+def _joined(node: Any) -> list[torch.fx.Node]:
+    """The tensors that ``node`` joins along its first axis, those of joined ones in their place."""
+    if node.target is not torch.ops.aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
+        return [node]
+    return [part for each in node.args[0] for part in _joined(each)]
 
 
 def _state_sizes(program: ExportedProgram) -> None:
@@ -2105,6 +2162,8 @@ def _patched() -> Iterator[None]:
             put(regroup.KTRegroupAsDict, "forward", forward)
         for owner in (torch, torch.functional):
             put(owner, "cdist", _cdist(owner.cdist))
+        for owner in (torch, Tensor):
+            put(owner, "take_along_dim", _take_along_dim(owner.take_along_dim))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history

@@ -206,7 +206,9 @@ def _quiet() -> Iterator[None]:
 
 
 class OnnxEngine:
-    """Runs the ONNX program with onnxruntime on the CPU. Input and output tensors are passed without a copy."""
+    """Runs the ONNX program with onnxruntime on the CPU. Input and output tensors are passed without a copy, except inputs in
+    bfloat16, which the program takes in float32.
+    """
 
     name = "onnx"
 
@@ -242,7 +244,10 @@ class OnnxEngine:
         self._run = getattr(getattr(self._session, "_sess", None), "run", self._session.run)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        feeds = {name: tensors[index].numpy() for name, index in self._feeds}
+        feeds = {
+            name: (tensor.float() if (tensor := tensors[index]).dtype is torch.bfloat16 else tensor).numpy()
+            for name, index in self._feeds
+        }
         return [torch.from_numpy(output) for output in self._run(self._outputs, feeds, None)]
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import log
 from typing import Any
 
 import torch
@@ -124,6 +125,24 @@ def _cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> T
     return torch.stack(list(accumulate(factors, torch.mul)), dim)
 
 
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """ONNX's form takes exponents of the values, which overflow from 89 on."""
+    return torch.where(a == b, a + log(2), torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs())))
+
+
+def _log_sigmoid(values: Tensor) -> Tensor:
+    """ONNX's form is the logarithm of the sigmoid, which is 0 from -104 on."""
+    return values.clamp(max=0) - torch.log1p(torch.exp(-values.abs()))
+
+
+def _logcumsumexp(values: Tensor, dim: int) -> Tensor:
+    """The running logsumexp along an axis of fixed size; see :func:`_logaddexp`."""
+    size = values.shape[dim] if values.dim() else 0
+    if not isinstance(size, int) or not 1 <= size <= _MOST_FACTORS:
+        return NotImplemented
+    return torch.stack(list(accumulate(values.unbind(dim), _logaddexp)), dim)
+
+
 def _gru_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -186,11 +205,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with a mask, where a query without any key gets zeros, as torch's has it; ONNX's form gives NaN."""
-    if attn_mask is None or is_causal or enable_gqa or dropout_p:
+    """Attention with a mask, where a query without any key gets zeros, as torch's has it; ONNX's form gives NaN. Also attention
+    without heads, for which ONNX has no form."""
+    heads = query.dim() == key.dim() == value.dim() == 4
+    if enable_gqa or dropout_p or (heads and (attn_mask is None or is_causal)):
         return NotImplemented
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query * factor) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return scores.softmax(-1) @ value
     if attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     else:
@@ -208,6 +233,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         torch.ops.aten.repeat_interleave.self_int: _repeat_interleave_each,
         torch.ops.aten.cdist.default: _distances,
         torch.ops.aten.cumprod.default: _cumprod,
+        torch.ops.aten.logaddexp.default: _logaddexp,
+        torch.ops.aten.log_sigmoid.default: _log_sigmoid,
+        torch.ops.aten.logcumsumexp.default: _logcumsumexp,
         torch.ops.aten.gru_cell.default: _gru_cell,
         torch.ops.aten.lstm_cell.default: _lstm_cell,
         torch.ops.aten.segment_reduce.default: _segment_reduce,

@@ -49,7 +49,7 @@ def compute_in_float32(model: Any) -> int:
     """Rewrite, in place, each operator that reads or writes bfloat16; returns how many.
 
     Torch's bfloat16 layers sum up in float32 and round once too, so that the results are the same but for the order of
-    sums.
+    sums. Inputs in bfloat16 become inputs in float32, which hold the same values: numpy lacks the type.
 
     Args:
         model: an ``onnx.ModelProto`` with the types of its values.
@@ -57,9 +57,12 @@ def compute_in_float32(model: Any) -> int:
     from onnx import TensorProto, helper
 
     graph = model.graph
+    for value in graph.input:
+        if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
     half = {
         value.name
-        for value in (*graph.value_info, *graph.input, *graph.output)
+        for value in (*graph.value_info, *graph.output)
         if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
     }
     half |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.BFLOAT16}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -79,7 +80,12 @@ def _traced(
     tensors = tree_flatten((values, node.meta["val"]))[0]
     mode = next(value.fake_mode for value in tensors if isinstance(value, torch._subclasses.FakeTensor))
     with mode, torch.no_grad():
-        body = make_fx(call, decomposition_table=table, pre_dispatch=composite)(*values).graph
+        traced = make_fx(call, decomposition_table=table, pre_dispatch=composite)(*values)
+        if any(
+            map(_has_effects, traced.graph.nodes)
+        ):  # torch's forms of cosine_similarity and rms_norm change tensors in place
+            traced = make_fx(functionalize(traced), pre_dispatch=composite)(*values)
+        body = traced.graph
     return body, dict(zip((n for n in body.nodes if n.op == "placeholder"), given.values(), strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -14,8 +15,11 @@ __all__ = ["pack_tensors", "unpack_tensors"]
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of a safetensors file; names sorted, so that equal tensors give equal bytes."""
-    return save({name: tensors[name].contiguous() for name in sorted(tensors)})
+    """The bytes of a safetensors file; names sorted, so that equal tensors give equal bytes.
+
+    The file has a copy of each: safetensors refuses tensors that share memory, as an output and a column of it do.
+    """
+    return save({name: tensors[name].clone(memory_format=torch.contiguous_format) for name in sorted(tensors)})
 
 
 def unpack_tensors(data: bytes, what: str, rule: str) -> dict[str, Tensor]:

@@ -157,7 +157,10 @@ def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, o
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
         # A request that takes ten times the objective is lost, so a measurement ends soon after its last request.
         timeout = max(1.0, load.p99_ms / 100)
-        with Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver, output.bar("") as progress:
+        with (
+            Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver,
+            output.bar("", lines=True) as progress,
+        ):
             found = find_knee(
                 driver,
                 trace,

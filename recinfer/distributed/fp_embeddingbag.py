@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.sharded.bags import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
@@ -180,11 +184,23 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
     """Shards a float FeatureProcessedEmbeddingBagCollection.
 
     Args:
-        fused_params: settings of the fused kernels.
+        ebc_sharder: its settings are those of the tables; default: one with ``fused_params``.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        fused_params: settings of the fused kernels.
     """
 
     _takes, _makes = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
+
+    def __init__(
+        self,
+        ebc_sharder: EmbeddingBagCollectionSharder | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        fused_params: dict[str, Any] | None = None,
+    ) -> None:
+        if ebc_sharder is not None:
+            fused_params = ebc_sharder.fused_params
+            qcomm_codecs_registry = qcomm_codecs_registry or ebc_sharder.qcomm_codecs_registry
+        super().__init__(fused_params, qcomm_codecs_registry)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """The sharding types of tables without processors, and cuts by rows on every device, which planners use if

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,12 +142,15 @@ class FusedSettings:
         if self.optimizer in _NOT_RUN:
             known = ", ".join(t.value for t in OptimType if t not in _NOT_RUN)
             raise ConfigError(f"fused_params: optimizer {self.optimizer.value} has no kernel; expected one of: {known}")
-        for name in ("learning_rate", "eps", "weight_decay", "max_norm"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"fused_params: {name}={getattr(self, name)}; expected a number of at least 0")
+        for name in ("gradient_clipping", "stochastic_rounding"):
+            if getattr(self, name) not in (False, True):
+                raise ConfigError(f"fused_params: {name}={getattr(self, name)!r}; expected True or False")
+        for name in ("learning_rate", "eps", "weight_decay", "max_norm", "max_gradient", "momentum", "eta"):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"fused_params: {name}={getattr(self, name)!r}; expected a number of at least 0")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"fused_params: {name}={getattr(self, name)}; expected a number in [0, 1)")
+            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1):
+                raise ConfigError(f"fused_params: {name}={getattr(self, name)!r}; expected a number in [0, 1)")
 
     @property
     def has_cpu_kernel(self) -> bool:
@@ -195,7 +199,7 @@ class FusedSettings:
         if "cache_precision" in placement:
             placement["cache_precision"] = _dtype(placement["cache_precision"], "cache_precision", _CACHED)
         known = {f.name for f in fields(cls)} - {"placement"}
-        unknown = sorted(given.keys() - known)
+        unknown = sorted(given.keys() - known, key=str)
         if unknown:
             raise ConfigError(
                 f"fused_params: unknown keys {unknown}; expected some of {sorted(known | _PLACEMENT_KEYS)}"
@@ -220,8 +224,15 @@ def canonical_names(params: Mapping[str, Any] | None) -> dict[str, Any]:
     if "lr" in given:
         given["learning_rate"] = given.pop("lr")
     if "betas" in given:
-        given["beta1"], given["beta2"] = given.pop("betas")
+        betas = given.pop("betas")
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ConfigError(f"fused_params: betas={betas!r}; expected a pair of numbers")
+        given["beta1"], given["beta2"] = betas
     return given
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _refuse_ignored(given: Mapping[str, Any]) -> None:

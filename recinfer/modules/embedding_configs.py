@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ class BaseEmbeddingConfig:
                 allocates all rows at the start and accepts only the defaults (and ``input_dim`` equal to the rows).
 
     Raises:
-        ConfigError: rows or dim below 1; a setting of tables that allocate rows while they train.
+        ConfigError: rows or dim that are no whole numbers of at least 1; bounds that fall; a setting of tables that allocate rows while they train.
     """
 
     num_embeddings: int
@@ -161,10 +162,16 @@ class BaseEmbeddingConfig:
     stash_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_embeddings < 1 or self.embedding_dim < 1:
+        sizes = (self.num_embeddings, self.embedding_dim)
+        if not all(isinstance(size, Integral) and size >= 1 for size in sizes):
             raise ConfigError(
-                f"table {self.name!r}: got num_embeddings={self.num_embeddings}, "
-                f"embedding_dim={self.embedding_dim}; both must be at least 1"
+                f"table {self.name!r}: got num_embeddings={self.num_embeddings!r}, "
+                f"embedding_dim={self.embedding_dim!r}; both must be whole numbers of at least 1"
+            )
+        if self.init_fn is None and not self.get_weight_init_min() <= self.get_weight_init_max():
+            raise ConfigError(
+                f"table {self.name!r}: initial values from {self.get_weight_init_min()} (weight_init_min) to "
+                f"{self.get_weight_init_max()} (weight_init_max); expected a range that rises"
             )
         asked = [name for name in _DYNAMIC_ROWS if getattr(self, name)]
         if self.input_dim not in (None, self.num_embeddings):

@@ -150,7 +150,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.embedding_bags = nn.ModuleDict()
         for table in tables:
             if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-                raise ConfigError(f"table {table.name!r}: pooling {table.pooling.name}; expected SUM or MEAN")
+                raise ConfigError(f"table {table.name!r}: pooling {table.pooling!r}; expected PoolingType SUM or MEAN")
             self.embedding_bags[table.name] = nn.EmbeddingBag(
                 table.num_embeddings,
                 table.embedding_dim,

@@ -172,6 +172,31 @@ def test_numbers_whose_lengths_are_unread_are_as_many_as_the_ids() -> None:
     assert sizes["ids"] != sizes["times"]
 
 
+class Joined(nn.Module):
+    """Joins the lengths of all features, as the merged features of DLRMv3, and reads one row of them."""
+
+    def forward(self, ids: KeyedJaggedTensor, times: KeyedJaggedTensor) -> Tensor:
+        joined = torch.cat([torch.cat([ids.lengths()]), times.lengths()])
+        lengths = joined.view(3, -1)[0]
+        torch._check(joined.view(3, -1).sum(1).max().item() > 0)
+        ends = lengths.cumsum(0)
+        steps = torch.cat([times["time"].values().new_zeros(1), times["time"].values().cumsum(0)])
+        return steps[ends] - steps[ends - lengths] + ids["id"].values().sum()
+
+
+def test_a_row_of_joined_lengths_is_that_of_its_feature() -> None:
+    lengths = torch.tensor([2, 0, 1, 3])
+    ids = KeyedJaggedTensor(["id"], torch.arange(6), lengths=lengths)
+    values, others = torch.rand(10), torch.tensor([1, 1, 1, 1])
+    times = KeyedJaggedTensor(["time", "other"], values, lengths=torch.cat([lengths, others]))
+    captured = capture(Joined(), (ids, times))
+    sizes = {slot.path: slot.shape[0] for slot in captured.slots if slot.part == "values"}
+    assert sizes["times['time']"] == sizes["ids['id']"]
+    program = captured.program.module(check_guards=False)
+    found = program(ids.values(), lengths, values[:6], lengths, values[6:], others)[0]
+    torch.testing.assert_close(found, Joined()(ids, times))
+
+
 def test_a_program_without_tables_is_refused(tmp_path: Path) -> None:
     """TorchEasyRec's models of semantic ids."""
     capture(Padded(), (_batch(6),)).save(tmp_path / "model.rqp")

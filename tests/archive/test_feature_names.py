@@ -23,6 +23,7 @@ from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.zoo.drawing import Draw
 from tests.zoo.rankers import bags
+from tests.zoo.sequences import rows
 from tests.zoo.test_zoo import check
 
 
@@ -127,8 +128,60 @@ def test_an_archive_weighs_ids_as_forward_does(forward: Callable[..., Tensor], t
             check({"output": served(*draw(batch, batch))}, model(*draw(batch, batch)), 1e-5)
 
 
-def test_a_captured_program_may_weigh_ids_by_position(tmp_path: Path) -> None:
-    model = model_of(computed_ids_by_position)
+class Unused(nn.Module):
+    """Computes the ids of four features and reads the vectors of one; an output and a column of it share memory on torch."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.ebc, self.ec, self.in_place = bags("user", "item"), rows(("hist",), ("old",)), in_place
+
+    @staticmethod
+    def draw(batch: int, seed: int) -> tuple[KeyedJaggedTensor]:
+        d = Draw(batch, seed)
+        return (d.kjt(*(d.bag(name, 1 << 40) for name in ("user", "item", "hist", "old"))),)
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        hashed = KeyedJaggedTensor(ids.keys(), ids.values() % 40, lengths=ids.lengths())
+        _, found = self.ebc(hashed), self.ec(hashed)
+        x = torch.special.i0e(found["hist"].to_padded_dense(3).flatten(1))  # which ONNX does not have
+        if self.in_place:
+            x[:, 0] = x[:, 1]
+        return {"all": x, "first": x[:, 0], "again": x}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ids_of_vectors_that_nothing_reads_are_computed(in_place: bool, tmp_path: Path) -> None:
+    model = Unused(in_place).eval()
+    served = recinfer.export(model, model.draw(6, 1), tmp_path / "m.rqa", precision="fp32", progress=False)
+    for batch in (1, 5):
+        with torch.no_grad():
+            check(served(*model.draw(batch, batch)), model(*model.draw(batch, batch)), 1e-5)
+
+
+class InPlace(nn.Module):
+    """Reads three computed ids of each sample, and changes a tensor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = rows(("item",))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        x = self.ec(of(ids["item"], "item", added=3))["item"].values().view(-1, 3, 4).sum(1)
+        x[:, 0] = x[:, 1]
+        return x
+
+
+def threes(batch: int, seed: int) -> tuple[KeyedJaggedTensor]:
+    d = Draw(batch, seed)
+    return (d.kjt(d.bag("item", 40, each=3)),)
+
+
+@pytest.mark.parametrize(
+    ("model", "draw"),
+    [(model_of(computed_ids_by_position), draw), (InPlace(), threes)],
+    ids=["weights by position", "change in place"],
+)
+def test_a_captured_program_answers_as_its_model(model: nn.Module, draw: Any, tmp_path: Path) -> None:
     capture(model, draw(6, 1)).save(tmp_path / "m.rqp")
     torch.save(model.state_dict(), tmp_path / "m.pt")
     program, reader = read_program(tmp_path / "m.rqp"), CheckpointReader(tmp_path / "m.pt")

@@ -234,7 +234,8 @@ def processors_learn(rank: int, world: int, kind: str, batch: str) -> None:
     reference = FeatureProcessedEmbeddingBagCollection(new_module(case), processors)
     module = FeatureProcessedEmbeddingBagCollection(new_module(case), copy.deepcopy(processors))
     plan = module_plan(module.embedding_bag_collection().embedding_bag_configs(), case, world, world)
-    module = FeatureProcessedEmbeddingBagCollectionSharder(SGD).shard(module, plan, env(), torch.device("cpu"))
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(SGD))
+    module = sharder.shard(module, plan, env(), torch.device("cpu"))
     assert list(module.state_dict()) == list(reference.state_dict())
     processor_names = {n for n, _ in module.named_parameters()} - set(module.sharded_parameter_names())
     assert processor_names == {f"_feature_processors.position_weights.f{i}" for i in range(6)}
@@ -365,7 +366,7 @@ def a_key_comes_twice(rank: int, world: int) -> None:
             (bags, EmbeddingBagCollectionSharder(SGD)),
             (rows, EmbeddingCollectionSharder(SGD)),
             (rows, EmbeddingCollectionSharder(SGD, use_index_dedup=True)),
-            (processed, FeatureProcessedEmbeddingBagCollectionSharder(SGD)),
+            (processed, FeatureProcessedEmbeddingBagCollectionSharder(fused_params=SGD)),
         ):
             cut = sharder.shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
             for _ in range(2):  # also after a good batch

@@ -183,7 +183,9 @@ def silent_in_sharded_modules(rank: int, world_size: int) -> list[str]:
             for name in silent(made, build, module | places | settings | of_both | of_module)
             if name.split()[-1] not in passed_on
         ]
-        found += silent(sharder, shard, settings | of_both)
+        of_sharder = {"ebc_sharder": EmbeddingBagCollectionSharder({**SGD, "learning_rate": 0.75})}
+        of_sharder = of_sharder if sharder is FeatureProcessedEmbeddingBagCollectionSharder else {}
+        found += silent(sharder, shard, settings | of_both | of_sharder)
     return found
 
 

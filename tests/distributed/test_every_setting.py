@@ -16,7 +16,7 @@ from recinfer.distributed.quant_embeddingbag import (
 )
 from recinfer.distributed.tables.cpu import TableGroup, TableShape
 from recinfer.distributed.types import BoundsCheckMode, ShardingEnv
-from recinfer.errors import InputError
+from recinfer.errors import ConfigError, InputError
 from recinfer.ignored import IgnoredArgumentWarning
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantBags
@@ -81,6 +81,24 @@ def test_fused_settings(name: str) -> None:
 )
 def test_settings_that_a_formula_does_not_use_warn(settings: dict[str, Any], what: str) -> None:
     with pytest.warns(IgnoredArgumentWarning, match=f"has no effect: {what} does not use it"):
+        FusedSettings.from_params(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"learning_rate": "x"}, "learning_rate='x'; expected a number"),
+        ({"optimizer": "ADAM", "eps": None}, "eps=None; expected a number"),
+        ({"optimizer": "ADAM", "beta1": "x"}, "beta1='x'; expected a number in"),
+        ({"optimizer": "ADAM", "betas": 0.9}, "betas=0.9; expected a pair"),
+        ({"optimizer": "LARS_SGD", "momentum": [0.9]}, r"momentum=\[0.9\]; expected a number"),
+        ({"gradient_clipping": True, "max_gradient": -1}, "max_gradient=-1; expected a number of at least 0"),
+        ({"stochastic_rounding": "no"}, "stochastic_rounding='no'; expected True or False"),
+        ({None: 1, "foo": 2}, r"unknown keys \[None, 'foo'\]"),
+    ],
+)
+def test_a_value_of_another_type_is_named(settings: dict[Any, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
         FusedSettings.from_params(settings)
 
 

@@ -441,6 +441,35 @@ class Aged(nn.Module):
         return self.top(torch.cat([age, self.bags(ids).values()], 1))
 
 
+class Halved(Aged):
+    """Operators on a bfloat16 input itself, and on it as float32."""
+
+    def forward(self, age: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        return super().forward((torch.cat([age * 3, age.relu()], 1)[:, ::2]).float() + age.float(), ids)
+
+
+class CastedAged(Aged):
+    """The plain case: forward casts its input."""
+
+    def forward(self, age: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        return super().forward(age.float(), ids)
+
+
+def test_a_bfloat16_input_runs_on_onnxruntime(tmp_path: Path) -> None:
+    ids = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.tensor([2, 0, 1, 1, 1, 1]))
+    for model in (Halved().eval(), CastedAged().eval()):
+        age = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+        path = tmp_path / f"{type(model).__name__}.rqa"
+        archived = recinfer.export(model, (age, ids), path, precision="fp32", progress=False)
+        assert archived.predictor.engine == "onnx", archived.predictor.engine_reason
+        with torch.no_grad():
+            wanted = model(age, ids)
+        torch.testing.assert_close(archived(age, ids), wanted)
+        assert recinfer.verify(path).ok
+        with Server({"m": archived.predictor}) as server, recinfer.InferenceClient(server.target, timeout=60) as client:
+            torch.testing.assert_close(client.predict(None, ids, inputs={"age": age})["output"], wanted)
+
+
 def test_the_dense_matrix_of_a_context_has_both_names_on_every_way(tmp_path: Path) -> None:
     ids = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.tensor([2, 0, 1, 1, 1, 1]))
     model = Aged().eval()

@@ -34,3 +34,17 @@ def test_what_asks_for_rows_that_come_later_is_refused(kind: Any, settings: dict
     with pytest.raises(ConfigError, match=r"table 't': got .*map ids to 0 \.\.\. 9 before the lookup") as refused:
         kind(num_embeddings=10, embedding_dim=4, name="t", **settings)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"num_embeddings": 8.0}, "got num_embeddings=8.0"),
+        ({"embedding_dim": "4"}, "embedding_dim='4'; both must be whole numbers"),
+        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, r"from 1.0 \(weight_init_min\) to 0.0"),
+        ({"weight_init_max": -2.0}, r"to -2.0 \(weight_init_max\)"),
+    ],
+)
+def test_sizes_and_initial_values_are_checked(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        EmbeddingBagConfig(**{"num_embeddings": 8, "embedding_dim": 4, "name": "t"} | settings)

@@ -257,7 +257,11 @@ def test_an_earlier_plan_is_for_the_same_tables(own: bool) -> None:
         ({"pooling_factors": [math.inf]}, "pooling_factors is inf; expected 0 or more"),
         ({"num_poolings": [-2.0]}, "num_poolings is -2.0; expected 0 or more"),
         ({"batch_sizes": [0]}, "batch_sizes is 0; expected 1 or more"),
-        ({"min_partition": -8}, "min_partition is -8; expected 1 or more columns"),
+        ({"min_partition": -8}, "min_partition is -8; expected a whole number of columns, 1 or more"),
+        ({"min_partition": 2.5}, "min_partition is 2.5; expected a whole number"),
+        ({"min_partition": "x"}, "min_partition is 'x'; expected a whole number"),
+        ({"pooling_factors": ["x"]}, "pooling_factors has 'x'; expected numbers"),
+        ({"output_dtype": "FP16"}, "output_dtype is 'FP16'; expected a DataType"),
         ({"cache_params": CacheParams(load_factor=1.5)}, "load_factor of the cache is 1.5; expected 0 to 1"),
         ({"cache_params": CacheParams(load_factor=math.nan)}, "load_factor of the cache is nan; expected 0 to 1"),
     ],
@@ -327,6 +331,20 @@ def test_invalid_bandwidths_are_refused(figure: float) -> None:
         plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology)
     with pytest.raises(ConfigError, match=r"intra_host_bw .*; expected bytes per millisecond above 0"):
         Topology(2, "cuda", intra_host_bw=figure)
+
+
+def test_sizes_of_another_type_are_refused() -> None:
+    for given, what in (
+        ({"world_size": 2.5}, "world_size 2.5; expected a whole number"),
+        ({"world_size": None}, "world_size None; expected a whole number"),
+        ({"world_size": 2, "local_world_size": "x"}, "local_world_size 'x'; expected a whole number"),
+        ({"world_size": 2, "ddr_cap": "x"}, "ddr_cap is 'x'; expected bytes"),
+        ({"world_size": 2, "hbm_mem_bw": None}, "hbm_mem_bw None; expected bytes per millisecond"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            Topology(compute_device="cpu", **given)
+    with pytest.raises(ConfigError, match="batch_size 'x'; expected a whole number of at least 1"):
+        EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cpu"), batch_size="x")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------- TorchEasyRec's

@@ -40,7 +40,9 @@ def planned(module: nn.Module, device: str, world: int, local: int, kinds: list[
     limits = {"t": ParameterConstraints(sharding_types=kinds)}
     topology = Topology(world, device, local_world_size=local)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=limits, stats=NoopEmbeddingStats())
-    sharders: Any = [FeatureProcessedEmbeddingBagCollectionSharder({"optimizer": "SGD", "learning_rate": 1.0})]
+    sharders: Any = [
+        FeatureProcessedEmbeddingBagCollectionSharder(fused_params={"optimizer": "SGD", "learning_rate": 1.0})
+    ]
     return planner.plan(module, sharders), sharders
 
 

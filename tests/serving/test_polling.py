@@ -23,6 +23,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.engine import poll
 from recinfer.serving.engine.admin import AdminService
 from recinfer.serving.engine.change_log import show_changes
 from recinfer.serving.engine.model_config import parse_model_config, read_text
@@ -82,6 +83,12 @@ class Followed:
     def poll(self) -> tuple[list[str], dict[str, int]]:
         self.poller.poll()
         return sorted(self.registry.versions("tiny")), self.registry.weights("tiny")
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes files that were written just now."""
+    monkeypatch.setattr(poll, "_SETTLED_S", 0.0)
 
 
 @pytest.fixture
@@ -263,6 +270,25 @@ def test_a_version_that_is_no_part_of_the_store_is_left_alone(store: Path, kinds
 def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text("[models.tiny]\n", encoding="utf-8-sig")
     assert list(parse_model_config(read_text(tmp_path / "models.toml"), "models.toml")) == ["tiny"]
+
+
+def test_a_config_that_was_written_just_now_waits_for_the_next_poll(
+    store: Path, kinds: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    put(kinds[2], store, 2)
+    config = store.parent / "models.toml"
+    config.write_text('[models.tiny]\nversions = ["1", "2"]\n')
+    followed = Followed(store, load(store / "tiny" / "1"), "1", config)
+    monkeypatch.setattr(poll, "_SETTLED_S", 1e6)
+    for half in ('[models.tiny]\nversions = ["1"]\n', '[models.tiny]\nversions = ["1'):
+        config.write_text(half)
+        assert followed.poll()[0] == ["1", "2"] and not errors(caplog)
+    config.write_text('[models.tiny]\nversions = ["1"]\n')
+    os.utime(config, (0, 0))
+    assert followed.poll()[0] == ["1"]
+    config.write_text('[models.tiny]\nversions = ["2"]\n')
+    followed.poller.poll("config")  # SIGHUP
+    assert followed.poll()[0] == ["2"]
 
 
 def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):

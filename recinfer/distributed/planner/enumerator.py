@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,8 @@ class EmbeddingEnumerator(Enumerator):
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
         use_exact_enumerate_order: bool | None = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size {batch_size}; expected at least 1")
+        if not (isinstance(batch_size, Integral) and batch_size >= 1):
+            raise ConfigError(f"batch_size {batch_size!r}; expected a whole number of at least 1")
         self._topology = topology
         self._batch_size = batch_size
         self._constraints = constraints

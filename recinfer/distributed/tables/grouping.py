@@ -62,7 +62,7 @@ def _group(tables: Sequence[ShardedEmbeddingTable]) -> list[GroupedEmbeddingConf
 
 
 def _settings_key(fused_params: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, repr(value)) for name, value in (fused_params or {}).items()))
+    return tuple(sorted((str(name), repr(value)) for name, value in (fused_params or {}).items()))
 
 
 # --------------------------------------------------------------------------------------------------- bucketize

@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["PollLoop", "StorePoller"]
 
 _log = logging.getLogger(__name__)
 _STOPPED_S = 0.1  # between two checks whether to stop
+_SETTLED_S = 1.0  # a configuration file that was written later than this may be half
 _SERVE_ALL = ModelChoice()
 _SERVE_NONE = ModelChoice(latest=0)
 _NONE_SERVED = ServedState((), {})
@@ -107,7 +109,7 @@ class StorePoller:
         Args:
             reason: the reason of the changes, for the log.
         """
-        self._read_config()
+        self._read_config(reason)
         if self._state() is None:
             return
         known = {model for model, _ in self._tried}
@@ -150,17 +152,25 @@ class StorePoller:
             self._log_once(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
             return None
 
-    def _read_config(self) -> None:
-        """Apply the configuration file if it has changed and is good; else the last good configuration stays."""
+    def _read_config(self, reason: str) -> None:
+        """Apply the configuration file if it has changed and is good; else the last good configuration stays.
+
+        The first half of a file may be a good configuration, which would unload models: a poll leaves a file that was written
+        just now to the next one.
+        """
         if self.config is None:
             return
         try:
             text = read_text(self.config)
             if text != self._text:
+                if reason == "poll" and abs(time.time() - self.config.stat().st_mtime) < _SETTLED_S:
+                    return
                 self._choices, self._text = self._checked(text), text
                 # The end of a reported error is shown where the error was.
                 level = logging.WARNING if "config" in self._logged else logging.INFO
                 _log.log(level, "model config: %s is taken over", self.config)
+        except FileNotFoundError:  # replaced just now
+            return
         except ConfigError as error:
             self._log_once("config", f"model config: the server keeps the configuration it has, since {error}")
         else:

@@ -214,7 +214,7 @@ class HttpServer:
         await self._site.start()
         self.port = self._site.port
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace: float = 1.0) -> None:
         """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
         site, self._site = self._site, None
         if site is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -60,13 +61,18 @@ class TableFacts:
             ("pooling_factors", self.input_lengths, "0 or more", lambda x: 0 <= x < math.inf),
             ("num_poolings", self.num_poolings, "0 or more", lambda x: 0 <= x < math.inf),
             ("batch_sizes", self.batch_sizes, "1 or more", lambda x: x >= 1),
-            ("min_partition", self._given(self.min_partition), "1 or more columns", lambda x: x >= 1),
+            (
+                "min_partition",
+                self._given(self.min_partition),
+                "a whole number of columns, 1 or more",
+                lambda x: isinstance(x, Integral) and x >= 1,
+            ),
             ("load_factor of the cache", self._given(self.cache_ratio), "0 to 1", lambda x: 0 <= x <= 1),
         )
         for name, values, expected, holds in figures:
             for value in values:
-                if not holds(value):
-                    raise ConfigError(f"table {self.name!r}: {name} is {value}; expected {expected}")
+                if not (isinstance(value, Real) and holds(value)):
+                    raise ConfigError(f"table {self.name!r}: {name} is {value!r}; expected {expected}")
 
     @staticmethod
     def _given(value: float | None) -> tuple[float, ...]:
@@ -123,6 +129,8 @@ def table_facts(
         id_row_bytes: bytes per row of what makes rows of raw ids or strings.
     """
     c = limit or ParameterConstraints()
+    if not isinstance(c.output_dtype, DataType | None):
+        raise ConfigError(f"table {name!r}: output_dtype is {c.output_dtype!r}; expected a DataType")
     quantized = any(kernel.startswith("quant") for _, kernel in offers)
     if config is not None:
         rows, cols, stored = config.num_embeddings, config.embedding_dim, config.data_type
@@ -183,6 +191,9 @@ def per_feature(name: str, c: ParameterConstraints, num: int, batch_size: int) -
     num = max(num, len(c.pooling_factors or ()), 1)
 
     def spread(what: str, given: Sequence[float] | None, default: float) -> tuple[float, ...]:
+        wrong = [x for x in given or () if not isinstance(x, Real)]
+        if wrong:
+            raise ConfigError(f"table {name!r}: {what} has {wrong[0]!r}; expected numbers")
         values = [float(x) for x in given or [default]]
         if len(values) not in (1, num):
             raise ConfigError(

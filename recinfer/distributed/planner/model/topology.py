@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from operator import add, attrgetter, le, sub
 from typing import Any
 
@@ -209,15 +210,17 @@ class Topology:
             )
         if compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
-        if world_size < 1:
-            raise ConfigError(f"world_size {world_size}; expected at least 1")
+        if not (isinstance(world_size, Integral) and world_size >= 1):
+            raise ConfigError(f"world_size {world_size!r}; expected a whole number of at least 1")
+        if not isinstance(local_world_size, Integral | None):
+            raise ConfigError(f"local_world_size {local_world_size!r}; expected a whole number")
         memories = {"hbm_mem_bw": hbm_mem_bw, "ddr_mem_bw": ddr_mem_bw, "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw}
         for tier in TIERS:
             memories.setdefault(f"{tier.name}_mem_bw", bandwidths[tier.name] or tier.bandwidth)
         links = {"intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw}
         for name, figure in (memories | links).items():
-            if not figure > 0:
-                raise ConfigError(f"{name} {figure}; expected bytes per millisecond above 0")
+            if not (isinstance(figure, Real) and figure > 0):
+                raise ConfigError(f"{name} {figure!r}; expected bytes per millisecond above 0")
         local = min(local_world_size or world_size, world_size)
         if local < 1 or world_size % local:
             raise ConfigError(f"local_world_size {local} must divide world_size {world_size}")
@@ -244,10 +247,12 @@ class Topology:
             caps: list[int] = list(custom.get_data(name))
         elif given is None:
             caps = [default] * self._world_size
-        elif isinstance(given, Sequence):
-            caps = [int(x) for x in given]
         else:
-            caps = [int(given)] * self._world_size
+            each = list(given) if isinstance(given, Sequence) else [given] * self._world_size
+            wrong = [x for x in each if not isinstance(x, Real)]
+            if wrong:
+                raise ConfigError(f"{name} is {wrong[0]!r}; expected bytes, a whole number")
+            caps = [int(x) for x in each]
         if len(caps) != self._world_size:
             raise ConfigError(f"{name} lists {len(caps)} ranks; the world has {self._world_size}")
         if min(caps) < 0:

@@ -32,7 +32,6 @@ _PAGE = {
 
 # The memory budget of the pages is apart from the server's: a server that is full still shows its figures.
 _BUDGET_BYTES = 64 << 20
-_GRACE_S = 1.0
 _SPACING_S, _POINTS = 5.0, 121  # ten minutes
 _log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class MetricsServer(HttpServer):
         await super().start()
         self._history.start()
 
-    async def stop(self, grace: float = _GRACE_S) -> None:
+    async def stop(self, grace: float = 1.0) -> None:
         """See HttpServer."""
         self._history.stop()
         await super().stop(grace)
