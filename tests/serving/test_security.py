@@ -213,9 +213,14 @@ def test_every_port_needs_tls_and_the_token(predictor: Predictor, certificates: 
         with InferenceClient(server.target, token=TOKEN, tls_ca=ca, timeout=60) as client:
             assert client.get_model().name == "tiny"
         with InferenceClient(server.target, tls_ca=ca, timeout=60) as client:
-            with pytest.raises(RecinferError, match="needs a token"):
+            with pytest.raises(RecinferError, match=r"needs a token.*--token-file"):
                 client.get_model()
             assert client.is_ready()
+        with (
+            InferenceClient(server.target, token=TOKEN, timeout=60) as client,
+            pytest.raises(RecinferError, match=r"a server with TLS.*--tls-ca"),
+        ):
+            client.get_model()
 
         async def ask() -> str:
             async with AsyncInferenceClient(server.target, token=TOKEN, tls_ca=ca, timeout=60) as mine:

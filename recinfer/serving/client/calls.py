@@ -99,6 +99,11 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
                 f"no answer from {target}{through}: it speaks HTTP/1.1, as a server's --http-port does; give the server's "
                 "gRPC port (--port)"
             )
+        if "Socket closed" in details:
+            return UnavailableError(
+                f"no answer from {target}{through}: the connection was closed. Either the server ended, or it is a server "
+                "with TLS that was called without TLS or a client certificate: give tls_ca, tls_cert (--tls-ca, --tls-cert)"
+            )
         return UnavailableError(
             f"no answer from {target}{through} ({details}); is the server running? Start one with: {start_with}"
         )
@@ -117,4 +122,6 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
                 "samples per request"
             )
         return InputError(details)  # not OverloadedError: no later try helps
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        details += "; give token_file or token (--token-file, RECINFER_TOKEN)"
     return error_of(code.name, details)

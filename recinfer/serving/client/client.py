@@ -120,7 +120,10 @@ class _Client:
         return pb.GetModelRequest(model=self.model, version=self.version, label=self.label).SerializeToString()
 
     def _not_ready(self, seconds: float) -> UnavailableError:
-        return UnavailableError(f"the server at {self.target} is not ready after {seconds:g} s")
+        return UnavailableError(
+            f"the server at {self.target} is not ready after {seconds:g} s; either none runs there, or its log says what it "
+            "waits for"
+        )
 
     def _tries(self, call: str, seconds: float, retries: int | None = None) -> Retries:
         return Retries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
