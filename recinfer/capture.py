@@ -2155,8 +2155,8 @@ def _patched() -> Iterator[None]:
             put(regroup.KTRegroupAsDict, "forward", forward)
         for owner in (torch, torch.functional):
             put(owner, "cdist", _cdist(owner.cdist))
-        for owner in (torch, Tensor):
-            put(owner, "take_along_dim", _take_along_dim(owner.take_along_dim))
+        put(torch, "take_along_dim", _take_along_dim(torch.take_along_dim))
+        put(Tensor, "take_along_dim", _take_along_dim(Tensor.take_along_dim))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
