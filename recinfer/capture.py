@@ -1176,7 +1176,7 @@ class _Reader:
 
     def _matrix(self, value: Tensor, path: str, name: str) -> Builder:
         """A matrix of ids, of which each sample has as many, as a jagged input."""
-        bag = self._bag(value.reshape(-1), torch.full((len(value),), value[0].numel()), None, path, name)
+        bag = self._bag(value.reshape(-1).long(), torch.full((len(value),), value[0].numel()), None, path, name)
 
         def build(tensors: Sequence[Tensor]) -> Tensor:
             ids, lengths, _ = bag(tensors)
@@ -1466,6 +1466,13 @@ def _values_of_weights(examples: Sequence[_Example]) -> dict[int, int]:
     return {index: values[e.path] for index, e in enumerate(examples) if e.part == "weights"}
 
 
+def _are_whole(tensor: Tensor) -> bool:
+    """Whether the numbers may be ids: data loaders have columns of ids as floats too."""
+    if tensor.is_floating_point():
+        return bool((tensor == tensor.trunc()).all())
+    return tensor.dtype in (torch.int64, torch.int32)
+
+
 class _Whole(nn.Module):
     """A model as a function of tensors, with named float32 outputs."""
 
@@ -1485,7 +1492,7 @@ class _Whole(nn.Module):
         self._numbers = {  # tensors that may be ids
             index: example.path
             for index, example in enumerate(examples)
-            if example.batched and example.free == (0,) and example.tensor.dtype in (torch.int64, torch.int32)
+            if example.batched and example.free == (0,) and _are_whole(example.tensor)
         }
         self._counts = dict(counts)
         self._alike = {**_values_of_weights(examples), **alike}

@@ -266,7 +266,7 @@ class Call:
                 raise InputError(f"{info.path} is missing; forward takes it as {info.name!r} ({info.dtype})")
             if info.kind == "ids":
                 if "tensor" in parts:
-                    parts = _matrix(parts["tensor"])
+                    parts = _matrix(info.name, parts["tensor"])
                 if info.name not in self._manifest.weighted_features:
                     parts.pop("weights", None)  # a KeyedJaggedTensor has weights of all its features, or of none
                 features[info.name] = parts
@@ -315,8 +315,15 @@ class Call:
         return _filled(self._signature.returns or None, outputs)
 
 
-def _matrix(ids: Tensor) -> Parts:
-    """The bags of a matrix of ids, of which each sample has as many."""
+def _matrix(name: str, ids: Tensor) -> Parts:
+    """The bags of a matrix of ids, of which each sample has as many; raises InputError for numbers that are not whole."""
+    if ids.is_floating_point():
+        odd = ids[ids != ids.trunc()]
+        if len(odd):
+            raise InputError(
+                f"feature {name!r}: got the id {float(odd[0])}; expected whole numbers, as in the example batch"
+            )
+        ids = ids.long()
     ids = ids.reshape(1) if not ids.dim() else ids
     return {"values": ids.reshape(-1), "lengths": torch.full((len(ids),), ids[:1].numel())}
 

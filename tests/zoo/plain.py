@@ -28,9 +28,10 @@ class Fields(nn.Module):
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:
         ids = {name: d.integers(rows) for name, rows in (("user", ROWS), ("item", ROWS), ("gender", 3))}
-        return ({**ids, "price": d.floats(2)},)
+        return ({**ids, "gender": ids["gender"].double(), "price": d.floats(2)},)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        inputs = inputs | {"gender": inputs["gender"].long()}  # loaders of files have ids as floats
         fields = torch.stack([table(inputs[name]) for name, table in self.fields.items()], 1)
         pairs = 0.5 * (fields.sum(1).pow(2) - fields.pow(2).sum(1)).sum(1, keepdim=True)
         first = torch.cat([table(inputs[name]) for name, table in self.weights.items()], 1).sum(1, keepdim=True)

@@ -105,6 +105,8 @@ def test_a_captured_program_gets_the_checkpoints_tables(tmp_path: Path) -> None:
     torch.testing.assert_close(served(*batch), model(*batch))
     with pytest.raises(InputError, match=r"feature 'user', sample 2: id 60 is out of range; .* rows 0 to 59"):
         served({**batch[0], "user": torch.tensor([0, 1, 60, 0, 0, 0])})
+    with pytest.raises(InputError, match=r"feature 'gender': got the id 0.5; expected whole numbers"):
+        served({**batch[0], "gender": torch.full((6,), 0.5)})
     with pytest.raises(InputError, match=r"feature 'user': sample 0 has 2 values; .* exactly 1 of every sample"):
         served({**batch[0], "user": torch.zeros(6, 2, dtype=torch.int64)})
 
