@@ -1625,17 +1625,24 @@ def trace(
 def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> EmbeddingModule:
     """A module of :func:`plain_tables` with the tables of which forward reads rows by numbers of its inputs.
 
+    Tables that it reads only by numbers that it computes from vectors, such as the nearest of some centres, are none.
+
     Raises:
         CaptureError: there is none.
     """
     if not about.plain:
         return about
-    depends = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    given, vectors = set(input_nodes(program)), set()  # nodes that depend on numbers of inputs, and on vectors
     read = set()
     for node in program.graph.nodes:
-        if not isinstance(node.meta.get("val"), torch.SymInt) and not depends.isdisjoint(_numbers_of(node)):
-            depends.add(node)
-        if node.target is torch.ops.recinfer.rows.default and node.args[2] in depends:
+        sources = [] if isinstance(node.meta.get("val"), torch.SymInt) else _numbers_of(node)
+        if not given.isdisjoint(sources):
+            given.add(node)
+        if node.target in (torch.ops.recinfer.rows.default, torch.ops.recinfer.table.default) or not vectors.isdisjoint(
+            sources
+        ):
+            vectors.add(node)
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in given and node.args[2] not in vectors:
             read.add(node.args[1])
     if not read:
         raise CaptureError(

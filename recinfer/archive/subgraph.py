@@ -29,10 +29,16 @@ __all__ = ["Program", "exported", "subgraph"]
 
 @dataclass(frozen=True)
 class Program:
-    """A part of a traced forward: takes tensors in the order of ``inputs``, returns a dict of tensors."""
+    """A part of a traced forward: takes tensors in the order of ``inputs``, returns a dict of tensors.
+
+    Attributes:
+        sizes: symbol -> the sizes that it stands for, as they are after the trace: each run over its operators, as the
+            exporter's of a convolution, may narrow those that torch knows.
+    """
 
     module: fx.GraphModule
     inputs: tuple[DenseInput, ...]
+    sizes: dict[Any, ValueRanges[Any]]
 
     @property
     def outputs(self) -> dict[str, fx.Node]:
@@ -72,10 +78,10 @@ def exported(part: Program) -> ExportedProgram:
     given = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results.values()]
     specs = tree_flatten((part.inputs, {}))[1], tree_flatten(results)[1]
     calls = [ModuleCallEntry("", ModuleCallSignature([], [], *specs))]
-    return ExportedProgram(module, graph, ExportGraphSignature(taken, given), buffers, _ranges(graph), calls)
+    return ExportedProgram(module, graph, ExportGraphSignature(taken, given), buffers, part.sizes, calls)
 
 
-def _ranges(graph: fx.Graph) -> dict[Any, ValueRanges[Any]]:
+def _sizes(graph: fx.Graph) -> dict[Any, ValueRanges[Any]]:
     """Symbol -> the sizes that it stands for. A trace takes 2 for the least, on which no result depends."""
     found: dict[Any, ValueRanges[Any]] = {}
     for value in tree_flatten([node.meta.get("val") for node in graph.nodes])[0]:
@@ -131,7 +137,7 @@ def subgraph(
         else:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     graph.output({name: copied[node] for name, node in outputs.items()})
-    return Program(fx.GraphModule(whole, graph), tuple(given[node] for node in inputs))
+    return Program(fx.GraphModule(whole, graph), tuple(given[node] for node in inputs), _sizes(graph))
 
 
 def _needed(nodes: Iterable[fx.Node], is_known: Callable[[fx.Node], bool]) -> set[fx.Node]:

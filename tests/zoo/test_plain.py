@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import recinfer
 from recinfer.archive.captured import read_program
+from recinfer.archive.cut import cut_model
+from recinfer.archive.leaves import find_leaves
+from recinfer.archive.subgraph import exported
 from recinfer.capture import capture, plain_tables
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import ConfigError, InputError
@@ -45,7 +48,7 @@ class Whole(nn.Module):
 
 
 REFUSED = {
-    "the ids of 'item' are computed from the vectors of 'user'": lambda m, ids: m.item(m.user(ids).sum(1).abs().long()),
+    "the ids of 'user' are computed from the vectors of 'user'": lambda m, ids: m.user(m.user(ids).sum(1).abs().long()),
     r"EmbeddingBag 'bag' offsets at test_plain.py:\d+": lambda m, ids: m.bag(ids, torch.arange(len(ids))) + m.item(ids),
 }
 
@@ -82,7 +85,11 @@ def test_tables_that_no_input_reads_stay_in_the_dense_part(tmp_path: Path) -> No
     small = plain_tables(nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.ModuleList([nn.Embedding(5, 4)])}))
     assert small is not None
     assert small.plain == {"a": "a", "b_0": "b.0"}
-    model, ids = Small(lambda m, ids: (m.user(ids) @ m.item.weight.T)[:, :4]).eval(), torch.arange(6)
+
+    def nearest(m: Small, ids: Tensor) -> Tensor:
+        return m.item((m.user(ids) @ m.item.weight.T).argmax(1))
+
+    model, ids = Small(nearest).eval(), torch.arange(6)
     served = recinfer.export(model, (ids,), tmp_path / "plain.rqa", precision="fp32", world_size=2, progress=False)
     assert [table.name for table in served.manifest.tables] == [table.table for table in served.plan.tables] == ["user"]
     torch.testing.assert_close(served(ids + 3), model(ids + 3))
@@ -144,3 +151,14 @@ def test_ids_that_forward_changes_in_place(tmp_path: Path) -> None:
     found, expected = served(draw(9)), model(draw(9))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_a_program_has_the_sizes_of_its_trace() -> None:
+    """The exporter of another program runs a convolution, whose kernel depends on the number of samples."""
+    model, batch = p.Columns(), p.Columns.draw(Draw(6, 1))
+    cut = cut_model(model, find_leaves(model), lambda body: None, [batch])
+    assert cut is not None
+    program = cut.parts["ids"].program
+    (node,) = program.given
+    assert node.meta["val"].shape[0] < 16  # which torch takes for a limit from now on
+    assert {str(sizes.upper) for sizes in exported(program).range_constraints.values()} == {"int_oo"}
