@@ -912,6 +912,8 @@ class _Notes(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function == _DATA:
+            function = Tensor.detach
         if function is Tensor.__len__:
             self.length_at = self.length_at or _here()
         if getattr(function, "__name__", "") == "_pack_padded_sequence":
@@ -971,6 +973,8 @@ def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
     return _note(rows, "lookup"), ids
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+"""The function of ``tensor.data``, which a trace takes for a constant."""
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
 _REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
 _RESHAPES = {

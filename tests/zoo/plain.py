@@ -118,5 +118,5 @@ class PaddedToTheLongest(nn.Module):
         hist.remainder_(ROWS)
         item += 1
         item[item == ROWS] = 0
-        mask = (hist != 0).unsqueeze(2)
+        mask = hist.data.ne(0).unsqueeze(2)
         return (self.item(hist) * mask).sum(1) / mask.sum(1).clamp(min=1) + 2 * plain + self.item(item)
