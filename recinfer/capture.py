@@ -1636,18 +1636,17 @@ def _with_read_tables(about: EmbeddingModule, program: ExportedProgram) -> Embed
     """
     if not about.plain:
         return about
-    given, vectors = set(input_nodes(program)), set()  # nodes that depend on numbers of inputs, and on vectors
-    read = set()
+    given = set(input_nodes(program))  # nodes that depend on the numbers of inputs, not on their sizes alone
+    vectors: set[torch.fx.Node] = set()  # nodes that depend on vectors
+    read: set[Any] = set()
     for node in program.graph.nodes:
-        sources = [] if isinstance(node.meta.get("val"), torch.SymInt) else _numbers_of(node)
-        if not given.isdisjoint(sources):
-            given.add(node)
-        if node.target in (torch.ops.recinfer.rows.default, torch.ops.recinfer.table.default) or not vectors.isdisjoint(
-            sources
-        ):
-            vectors.add(node)
-        if node.target is torch.ops.recinfer.rows.default and node.args[2] in given and node.args[2] not in vectors:
+        sources = set() if isinstance(node.meta.get("val"), torch.SymInt) else set(_numbers_of(node))
+        if node.target is torch.ops.recinfer.rows.default and node.args[2] in given - vectors:
             read.add(node.args[1])
+        if sources & given:
+            given.add(node)
+        if sources & vectors or node.target in (torch.ops.recinfer.rows.default, torch.ops.recinfer.table.default):
+            vectors.add(node)
     if not read:
         raise CaptureError(
             "forward reads no row of a torch.nn.Embedding by ids of its inputs, and an archive needs a table"
