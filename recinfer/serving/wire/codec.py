@@ -140,7 +140,7 @@ _NO_WEIGHTS = np.zeros(0, np.float32)
 
 def _decode_keys(raw: Sequence[str], limits: Limits, field: str) -> tuple[str, ...]:
     if not raw:
-        raise InputError(f"{field}.keys: got none, expected at least one feature name")
+        raise InputError(f"{field}.keys: got none, expected at least one feature name; ids are features, not inputs")
     if len(raw) > limits.max_keys:
         raise InputError(f"{field}.keys: got {len(raw)}, expected at most {limits.max_keys}")
     keys = tuple(raw)
