@@ -678,12 +678,14 @@ class _PlainLookup(Stub):
         vectors, padding = self.rows(ids), self.padding_idx
         if per_sample_weights is not None:
             vectors = vectors * per_sample_weights.unsqueeze(2)
-        kept = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
-        count = kept.sum(1, keepdim=True)
+        if padding is None:
+            pool: dict[str, Callable[[int], Tensor]] = {"sum": vectors.sum, "mean": vectors.mean, "max": vectors.amax}
+            return pool[mode](1)
+        kept = (ids != padding).unsqueeze(2)
+        count = kept.sum(1)
         if mode == "max":
-            most = vectors.masked_fill(~kept.unsqueeze(2), float("-inf")).amax(1)
-            return torch.where(count > 0, most, 0.0)
-        total = (vectors * kept.unsqueeze(2)).sum(1)
+            return torch.where(count > 0, vectors.masked_fill(~kept, float("-inf")).amax(1), 0.0)
+        total = (vectors * kept).sum(1)
         return total / count.clamp(min=1) if mode == "mean" else total
 
 
@@ -921,7 +923,7 @@ class _Notes(TorchFunctionMode):
                 f"forward packs a padded sequence{_here()}, whose sizes depend on numbers; run the layer on the padded "
                 f"sequence and take the state of each sample's last place (gather)"
             )
-        lookup, ids = _row_read(function, args)
+        lookup, ids = _row_read(function, args, kwargs)
         if lookup is not None:
             return lookup(ids)
         result = function(*args, **kwargs)
@@ -962,15 +964,13 @@ class _Notes(TorchFunctionMode):
                     _with_note(result, note, _note(given, note))
 
 
-def _row_read(function: Any, args: Any) -> tuple[Any, Any]:
+def _row_read(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The lookup and the ids of a function that reads rows out of the weight of a :class:`_PlainLookup`; None for others."""
-    if function is nn.functional.embedding:
-        ids, rows = args[:2]
-    elif function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
-        rows, ids = args
-    else:
-        return None, None
-    return _note(rows, "lookup"), ids
+    if function is nn.functional.embedding and kwargs.get("max_norm") is None:
+        return _note(args[1], "lookup"), args[0]
+    if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
+        return _note(args[0], "lookup"), args[1]
+    return None, None
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -1598,9 +1598,9 @@ def trace(
         try:
             known = len(ids)
             captured = _traced(model, modules, abouts, read[0], prepare, counts, alike, ids)
-            read_ones = [_with_read_tables(about, captured.program) for about in abouts]
-            if len(ids) > known or read_ones != list(abouts):
-                abouts = read_ones
+            kept = [_with_read_tables(about, captured.program) for about in abouts]
+            if len(ids) > known or kept != list(abouts):
+                abouts = kept
                 read = [_read_batch(model, batch, ids) for batch in batches]
                 _sample([reader.found for reader, _ in read])
                 counts = _counts_of_matrices([reader.found for reader, _ in read], ids)

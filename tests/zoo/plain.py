@@ -77,7 +77,7 @@ class Columns(nn.Module):
     def forward(self, columns: Tensor) -> Tensor:
         user, fields = columns[:, 0].long(), columns[:, 1:3].long() + self.offsets
         places = self.positions(torch.arange(fields.shape[1]))  # ids of no sample
-        rows = self.user(user) + functional.embedding(user, self.user.weight) + self.user.weight[user]
+        rows = self.user(user) + functional.embedding(user, weight=self.user.weight) + self.user.weight[user]
         return (self.fields(fields) + places).sum(1) + rows * columns[:, 3:]
 
 

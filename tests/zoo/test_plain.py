@@ -81,6 +81,25 @@ def test_an_embedding_that_changes_its_rows_is_no_table() -> None:
     assert list(found.plain.values()) == ["4"]
 
 
+class Limited(nn.Module):
+    """Rows whose norm has a limit, by the module and by the function; the limit changes the tables in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.shop = nn.Embedding(50, 4), nn.Embedding(50, 4, max_norm=0.5), nn.Embedding(50, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        limited = nn.functional.embedding(ids, self.shop.weight, max_norm=0.5)
+        return limited + self.item(ids) + self.user(ids)
+
+
+def test_rows_whose_norm_has_a_limit(tmp_path: Path) -> None:
+    model, ids = Limited().eval(), torch.arange(6)
+    served = recinfer.export(model, (ids,), tmp_path / "plain.rqa", precision="fp32", progress=False)
+    assert [table.name for table in served.manifest.tables] == ["user"]
+    torch.testing.assert_close(served(ids + 3), model(ids + 3))
+
+
 def test_tables_that_no_input_reads_stay_in_the_dense_part(tmp_path: Path) -> None:
     small = plain_tables(nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.ModuleList([nn.Embedding(5, 4)])}))
     assert small is not None
